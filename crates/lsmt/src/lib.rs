@@ -1,0 +1,1 @@
+//! Layered images in the open overlaybd format.
