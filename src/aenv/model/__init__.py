@@ -1,0 +1,17 @@
+"""Plain data that the whole product shares. No behaviour, no input or output."""
+
+from __future__ import annotations
+
+from aenv.model.ids import is_sandbox_id, new_api_key, new_sandbox_id, new_template_id
+from aenv.model.machine import KernelImage, MachineShape
+from aenv.model.template import Template
+
+__all__ = [
+    "KernelImage",
+    "MachineShape",
+    "Template",
+    "is_sandbox_id",
+    "new_api_key",
+    "new_sandbox_id",
+    "new_template_id",
+]
