@@ -110,9 +110,7 @@ def load(
     try:
         return msgspec.convert(merged, Settings, strict=False)
     except msgspec.ValidationError as error:
-        raise SetupError(
-            f"a setting is wrong: {error}", remedy="docs/configuration.md lists every setting"
-        ) from error
+        raise SetupError(f"a setting is wrong: {error}", remedy="docs/configuration.md lists every setting") from error
 
 
 def _merge_environment(merged: dict[str, Any], environ: Mapping[str, str]) -> None:
