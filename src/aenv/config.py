@@ -10,7 +10,7 @@ import hashlib
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -28,12 +28,15 @@ class NetworkSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class SandboxSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Limits and defaults of sandboxes. Times in seconds, sizes in MiB."""
+    """Limits and defaults of sandboxes. Times in seconds. ``concurrent_starts``: boots at the same time; more wait.
+    ``on_stop``: what a stopping server does with running sandboxes; those kept are taken over by the next start."""
 
     default_timeout: int = 300
     max_timeout: int = 24 * 3600
     boot_timeout: int = 60
     max_running: int = 256
+    on_stop: Literal["keep", "kill"] = "keep"
+    concurrent_starts: int = msgspec.field(default_factory=lambda: 2 * (os.cpu_count() or 1))
 
 
 class MachineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -108,7 +111,7 @@ def load(
     merged |= values
     merged["home"] = str(Path(str(merged["home"])).absolute())
     try:
-        return msgspec.convert(merged, Settings, strict=False)
+        return msgspec.convert(merged, Settings, strict=False, dec_hook=_path)
     except msgspec.ValidationError as error:
         raise SetupError(f"a setting is wrong: {error}", remedy="docs/configuration.md lists every setting") from error
 
@@ -124,6 +127,12 @@ def _merge_environment(merged: dict[str, Any], environ: Mapping[str, str]) -> No
                         section[inner.name] = _value(environ[name], inner.default)
         elif environ.get(f"AENV_{field.name}".upper()):
             merged[field.name] = environ[f"AENV_{field.name}".upper()]
+
+
+def _path(kind: type, value: object) -> object:
+    if kind is Path and isinstance(value, str):
+        return Path(value)
+    raise TypeError(f"no value of type {kind.__name__}")
 
 
 def _value(text: str, default: object) -> object:
