@@ -1,0 +1,247 @@
+"""The QEMU driver: ``microvm`` machines, with KVM or with software emulation (TCG).
+
+A QEMU is given everything as open file descriptors: its images, kernel, tap and the listening socket of its monitor. It
+runs under an account that owns nothing, behind its own seccomp filter, and needs no directory it may write to. The
+monitor's socket listens before QEMU starts, so one connects at once and the greeting says that QEMU is ready; if it
+dies first, the connection breaks, and its messages tell why.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import re
+import socket
+from pathlib import Path
+from typing import Literal
+
+from aenv.errors import SetupError, VmmFailed
+from aenv.programs import system_program
+from aenv.vmm.images import DescriptorSets, block_device
+from aenv.vmm.interface import BootConfig, Exit, Machine, MachineRecord
+from aenv.vmm.process import Account, Identity, Launch, Process
+from aenv.vmm.qemu_command import Resources, arguments, check, kernel_command_line
+from aenv.vmm.qmp import Qmp
+
+NAME = "qemu"
+MONITOR = "qmp.sock"
+Accelerator = Literal["kvm-intel", "kvm-amd", "tcg"]
+
+
+class QemuMachine:
+    """A running QEMU. Connects to its monitor when it first needs to."""
+
+    def __init__(self, record: MachineRecord, process: Process) -> None:
+        self._record = record
+        self._process = process
+        self._qmp: Qmp | None = None
+        self._lock = asyncio.Lock()
+        self._tidy = asyncio.get_running_loop().create_task(self._clean_up())
+
+    @property
+    def record(self) -> MachineRecord:
+        return self._record
+
+    async def status(self) -> Literal["running", "paused", "gone"]:
+        async with self._lock:
+            try:
+                answer = await (await self._monitor()).execute("query-status")
+            except VmmFailed:
+                # It may have ended before the question, or because of what it was about to answer.
+                if not self._process.exited:
+                    raise
+                return "gone"
+            return "running" if answer["running"] else "paused"
+
+    async def pause(self) -> None:
+        async with self._lock:
+            await (await self._monitor()).execute("stop")
+
+    async def resume(self) -> None:
+        async with self._lock:
+            await (await self._monitor()).execute("cont")
+
+    async def shutdown(self, timeout: float) -> None:
+        try:
+            async with asyncio.timeout(timeout):
+                async with self._lock:
+                    monitor = await self._monitor()
+                    await monitor.execute("cont")  # a guest that stands still cannot power off
+                    await monitor.execute("system_powerdown")
+                await self._process.wait()
+        except (TimeoutError, VmmFailed):
+            await self.kill()
+
+    async def kill(self) -> None:
+        # Not under the lock: whoever holds it may be waiting for a QEMU that hangs.
+        await self._process.kill()
+        await asyncio.wait([self._tidy])
+
+    async def wait(self) -> Exit:
+        return Exit(await self._process.wait())
+
+    def serial_tail(self, limit: int = 4096) -> str:
+        return self._process.console(limit)
+
+    async def close(self) -> None:
+        self._tidy.cancel()
+        await asyncio.wait([self._tidy])
+        if self._qmp is not None:
+            await self._qmp.close()
+        self._process.close()
+
+    async def connect(self) -> None:
+        """Wait until QEMU has built its machine and answers."""
+        await self._monitor()
+
+    async def _monitor(self) -> Qmp:
+        if self._process.exited:
+            raise VmmFailed(f"the virtual machine of {self._record.directory} has ended")
+        if self._qmp is None or self._qmp.broken:
+            self._qmp = await Qmp.connect(self._record.directory / MONITOR)
+        return self._qmp
+
+    async def _clean_up(self) -> None:
+        await self._process.wait()
+        (self._record.directory / MONITOR).unlink(missing_ok=True)
+
+
+class QemuDriver:
+    """Starts QEMUs of one installed version."""
+
+    def __init__(
+        self, program: Path, version: str, accelerator: Accelerator, account: Account | None, tsc_khz: int
+    ) -> None:
+        self.program = program
+        self.version = version
+        self.accelerator: Accelerator = accelerator
+        self._account = account
+        self._tsc_khz = tsc_khz
+
+    @classmethod
+    async def open(
+        cls, accelerator: Accelerator, account: Account | None, tsc_khz: int, program: Path | None = None
+    ) -> QemuDriver:
+        """A driver for the installed QEMU. ``account`` None means that this program is not root and cannot choose;
+        ``tsc_khz`` is the rate of the host's time stamp counter."""
+        program = program or system_program("qemu-system-x86_64", "qemu-system-x86")
+        return cls(program, await _version(program), accelerator, account, tsc_khz)
+
+    @property
+    def name(self) -> str:
+        return NAME
+
+    async def boot(self, config: BootConfig) -> Machine:
+        check(config)
+        self._check_kernel(config)
+        tcg = self.accelerator == "tcg"
+        command_line = kernel_command_line(config, tsc_khz=self._tsc_khz if tcg else None)
+        monitor = config.directory / MONITOR
+        machine: QemuMachine | None = None
+        with DescriptorSets() as sets, DescriptorSets() as files, _listen(monitor) as listener:
+            try:
+                disks = [block_device(disk, f"disk{number}", sets) for number, disk in enumerate(config.disks)]
+                resources = Resources(
+                    monitor=listener.fileno(),
+                    kernel=files.open("kernel", config.kernel.bzimage, os.O_RDONLY),
+                    initramfs=files.open("initramfs", config.kernel.initramfs, os.O_RDONLY),
+                    disks=[node for node, _ in disks],
+                    descriptor_sets=sets.arguments(),
+                )
+                tap = () if config.tap_fd is None else (config.tap_fd,)
+                process = await Process.start(
+                    Launch(
+                        arguments=[
+                            str(self.program),
+                            *arguments(config, resources, "tcg" if tcg else "kvm", command_line),
+                        ],
+                        directory=config.directory,
+                        fds=(*sets.fds, *files.fds, listener.fileno(), *tap),
+                        netns=config.netns,
+                        account=self._account,
+                        file_limit=max((size for _, size in disks), default=0) + (64 << 20),
+                    )
+                )
+                machine = self._machine(process, config.directory)
+                # Ours must be closed before we connect: when QEMU dies, the connection has to break.
+                listener.close()
+                await machine.connect()
+                return machine
+            except BaseException as error:
+                if machine is None:
+                    monitor.unlink(missing_ok=True)
+                    raise
+                died = machine._process.exited or isinstance(error, VmmFailed)
+                await asyncio.shield(machine.kill())
+                said = machine._process.messages().strip()
+                await machine.close()
+                if isinstance(error, VmmFailed) and died:
+                    raise VmmFailed(f"QEMU did not start {config.name}: {said or error}") from error
+                raise
+
+    async def adopt(self, record: MachineRecord) -> Machine | None:
+        process = Process.adopt(Identity(record.pid, record.start_time, record.boot_id))
+        if process is None:
+            with contextlib.suppress(OSError):
+                (record.directory / MONITOR).unlink(missing_ok=True)
+            return None
+        return QemuMachine(record, process)
+
+    def _machine(self, process: Process, directory: Path) -> QemuMachine:
+        return QemuMachine(self._record(process.identity, directory), process)
+
+    def _record(self, identity: Identity, directory: Path) -> MachineRecord:
+        return MachineRecord(
+            driver=NAME,
+            version=self.version,
+            accelerator=self.accelerator,
+            pid=identity.pid,
+            start_time=identity.start_time,
+            boot_id=identity.boot_id,
+            directory=directory,
+        )
+
+    def _check_kernel(self, config: BootConfig) -> None:
+        """QEMU 7.2 emulates something of which kernel 6.12 dies in one boot of twenty; 6.1 does not, nor does 6.12 in
+        QEMU 10."""
+        release = _numbers(config.kernel.version)
+        if self.accelerator == "tcg" and _numbers(self.version) < (10, 0) and release > (6, 1):
+            raise VmmFailed(
+                f"QEMU {self.version} cannot run the kernel {config.kernel.version} reliably without KVM",
+                remedy="use a kernel 6.1, or QEMU 10",
+            )
+
+
+def _numbers(version: str) -> tuple[int, int]:
+    found = re.match(r"(\d+)\.(\d+)", version)
+    if found is None:
+        raise VmmFailed(f"{version[:80]!r} is not a version")
+    return int(found[1]), int(found[2])
+
+
+def _listen(path: Path) -> socket.socket:
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        path.unlink(missing_ok=True)
+        sock.bind(str(path))
+        path.chmod(0o600)
+        sock.listen(1)
+    except OSError as error:
+        sock.close()
+        raise VmmFailed(f"cannot listen on {path}: {error}") from error
+    return sock
+
+
+async def _version(program: Path) -> str:
+    try:
+        process = await asyncio.create_subprocess_exec(
+            program, "--version", stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE
+        )
+        output, _ = await process.communicate()
+    except OSError as error:
+        raise SetupError(f"cannot run {program}: {error.strerror}", remedy="apt-get install qemu-system-x86") from error
+    found = re.search(rb"version (\d+\.\d+[\d.]*)", output)
+    if found is None:
+        raise SetupError(f"{program} --version does not tell its version", remedy="apt-get install qemu-system-x86")
+    return found[1].decode()
