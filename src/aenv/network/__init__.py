@@ -1,1 +1,7 @@
+"""Networks of sandboxes: one namespace each, a fixed guest address, NAT to the outside, nothing to the inside."""
 
+from __future__ import annotations
+
+from aenv.network.slots import Network, Slot
+
+__all__ = ["Network", "Slot"]
