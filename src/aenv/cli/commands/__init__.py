@@ -1,0 +1,1 @@
+"""One command, or one group of commands, a file."""
