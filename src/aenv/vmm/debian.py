@@ -3,8 +3,8 @@
 The files come from the host's own mirror when the host is a Debian, else from ``Settings.debian_mirror``. apt verifies
 every index against the archive keyring and every package against the index; there is no way to switch that off.
 
-What was fetched stays in a cache shared by all homes of the machine (``AENV_CACHE``, default ``/var/cache/aenv``). A file
-from the cache is used only if it has the digest that the signed index names.
+What was fetched stays in a cache shared by all homes of the machine (``AENV_CACHE``, default ``/var/cache/aenv``). A
+file from the cache is used only if it has the digest that the signed index names.
 """
 
 from __future__ import annotations

@@ -103,9 +103,7 @@ def publish(directory: Path, final: Path) -> None:
     """Make a staging directory permanent under the name ``final``, which must not exist. Files first, name last:
     after a crash there is either all of it or none."""
     for child in sorted(directory.rglob("*")):
-        if child.is_file() and not child.is_symlink():
-            sync(child)
-        elif child.is_dir():
+        if child.is_dir() or (child.is_file() and not child.is_symlink()):
             sync(child)
     sync(directory)
     directory.rename(final)

@@ -1,8 +1,8 @@
 """Guest kernels: a Debian cloud kernel, unpacked, with an initramfs around ``aenv-envd``.
 
 ``<home>/kernels/<release>/`` holds what one release needs, and ``manifest.json`` names it. The initramfs contains
-``aenv-envd``; when that program changes, a new initramfs is written beside the old one, which stays for machines that are
-just starting, and the manifest is replaced.
+``aenv-envd``; when that program changes, a new initramfs is written beside the old one, which stays for machines that
+are just starting, and the manifest is replaced.
 """
 
 from __future__ import annotations
