@@ -1,11 +1,16 @@
 //! Bodies on their way through the edge. Each piece is passed on as it comes; nothing is collected.
 
+use std::future::Future;
 use std::pin::Pin;
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::sync::Arc;
-use std::task::{Context, Poll};
+use std::task::{ready, Context, Poll};
+use std::time::Duration;
 
 use bytes::Bytes;
-use hyper::body::{Frame, Incoming, SizeHint};
+use http::{Request, StatusCode};
+use hyper::body::{Body as _, Frame, Incoming, SizeHint};
+use tokio::time::Sleep;
 
 use crate::client::Client;
 use crate::proxy::Exchange;
@@ -65,7 +70,6 @@ pub struct Relay {
 impl Relay {
     /// A body without content ends at once, and the exchange with it.
     pub fn start(incoming: Incoming, upstream: Upstream, exchange: Exchange) -> Body {
-        use hyper::body::Body as _;
         if incoming.is_end_stream() {
             let mut cx = Context::from_waker(std::task::Waker::noop());
             finish(upstream, exchange, &mut cx);
@@ -78,7 +82,6 @@ impl Relay {
     }
 
     fn poll_frame(&mut self, cx: &mut Context<'_>) -> Poll<Option<hyper::Result<Frame<Bytes>>>> {
-        use hyper::body::Body as _;
         loop {
             // Asking the body first tells the connection that there is room for another piece.
             let mut polled = Pin::new(&mut self.incoming).poll_frame(cx);
@@ -88,7 +91,7 @@ impl Relay {
                     polled = Pin::new(&mut self.incoming).poll_frame(cx);
                 }
             }
-            match std::task::ready!(polled) {
+            match ready!(polled) {
                 Some(Ok(frame)) if frame.is_trailers() => continue,
                 Some(Ok(frame)) => {
                     if self.incoming.is_end_stream() {
@@ -124,30 +127,67 @@ fn finish(mut upstream: Upstream, exchange: Exchange, cx: &mut Context<'_>) {
     exchange.park(upstream);
 }
 
+/// How long the body of a request with `Expect: 100-continue` is held back for a server that ignores the header.
+const CONTINUE_TIMEOUT: Duration = Duration::from_secs(1);
+
 /// The body of a request on its way to a guest or the control API.
 pub struct RequestBody {
-    incoming: Option<(Incoming, Arc<Client>)>,
+    upload: Option<Upload>,
+}
+
+struct Upload {
+    incoming: Incoming,
+    client: Arc<Client>,
+    hold: Option<Hold>,
+}
+
+/// Until the upstream asks for the body, it is not read from the client either: the first read is what makes the HTTP
+/// library tell the client to continue.
+struct Hold {
+    asked: Arc<AtomicBool>,
+    timeout: Pin<Box<Sleep>>,
 }
 
 impl RequestBody {
     pub fn empty() -> RequestBody {
-        RequestBody { incoming: None }
+        RequestBody { upload: None }
     }
 
     pub fn new(incoming: Incoming, client: &Arc<Client>) -> RequestBody {
-        use hyper::body::Body as _;
         if incoming.is_end_stream() {
             return RequestBody::empty();
         }
         client.upload_started();
         RequestBody {
-            incoming: Some((incoming, client.clone())),
+            upload: Some(Upload {
+                incoming,
+                client: client.clone(),
+                hold: None,
+            }),
         }
     }
 
     pub fn is_empty(&self) -> bool {
-        self.incoming.is_none()
+        self.upload.is_none()
     }
+}
+
+/// Holds the body of a request back until the upstream answers 100, or for a moment.
+pub fn hold_until_asked(request: &mut Request<RequestBody>) {
+    let Some(upload) = &mut request.body_mut().upload else {
+        return;
+    };
+    let asked = Arc::new(AtomicBool::new(false));
+    upload.hold = Some(Hold {
+        asked: asked.clone(),
+        timeout: Box::pin(tokio::time::sleep(CONTINUE_TIMEOUT)),
+    });
+    // Called while the connection is polled, which polls the body next; no wake-up is needed.
+    hyper::ext::on_informational(request, move |response| {
+        if response.status() == StatusCode::CONTINUE {
+            asked.store(true, Relaxed);
+        }
+    });
 }
 
 impl hyper::body::Body for RequestBody {
@@ -158,21 +198,27 @@ impl hyper::body::Body for RequestBody {
         self: Pin<&mut Self>,
         cx: &mut Context<'_>,
     ) -> Poll<Option<hyper::Result<Frame<Bytes>>>> {
-        let Some((incoming, client)) = &mut self.get_mut().incoming else {
+        let Some(upload) = &mut self.get_mut().upload else {
             return Poll::Ready(None);
         };
+        if let Some(hold) = &mut upload.hold {
+            if !hold.asked.load(Relaxed) {
+                ready!(hold.timeout.as_mut().poll(cx));
+            }
+            upload.hold = None;
+        }
         loop {
-            match std::task::ready!(Pin::new(&mut *incoming).poll_frame(cx)) {
+            match ready!(Pin::new(&mut upload.incoming).poll_frame(cx)) {
                 Some(Ok(frame)) if frame.is_trailers() => continue,
                 Some(Ok(frame)) => {
-                    if incoming.is_end_stream() {
-                        client.upload_ended();
+                    if upload.incoming.is_end_stream() {
+                        upload.client.upload_ended();
                     }
                     return Poll::Ready(Some(Ok(frame)));
                 }
                 Some(Err(error)) => return Poll::Ready(Some(Err(error))),
                 None => {
-                    client.upload_ended();
+                    upload.client.upload_ended();
                     return Poll::Ready(None);
                 }
             }
@@ -180,15 +226,15 @@ impl hyper::body::Body for RequestBody {
     }
 
     fn is_end_stream(&self) -> bool {
-        match &self.incoming {
-            Some((incoming, _)) => incoming.is_end_stream(),
+        match &self.upload {
+            Some(upload) => upload.incoming.is_end_stream(),
             None => true,
         }
     }
 
     fn size_hint(&self) -> SizeHint {
-        match &self.incoming {
-            Some((incoming, _)) => incoming.size_hint(),
+        match &self.upload {
+            Some(upload) => upload.incoming.size_hint(),
             None => SizeHint::with_exact(0),
         }
     }

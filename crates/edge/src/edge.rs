@@ -15,7 +15,8 @@ use crate::options::Limits;
 use crate::routes::Routes;
 use crate::upstream::Pool;
 
-const IDLE_API: Duration = Duration::from_secs(30);
+/// Shorter than the keep-alive time of Python servers (5 s), for the reason given in `routes.rs`.
+const IDLE_API: Duration = Duration::from_secs(4);
 const IDLE_API_CONNECTIONS: usize = 256;
 
 pub struct Edge {

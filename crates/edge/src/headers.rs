@@ -15,6 +15,7 @@ use http::{HeaderMap, HeaderValue};
 pub static AGENT_CONTROL: HeaderName = HeaderName::from_static("x-aenv-control");
 pub static TRAFFIC_TOKEN: HeaderName = HeaderName::from_static("e2b-traffic-access-token");
 static FORWARDED_FOR: HeaderName = HeaderName::from_static("x-forwarded-for");
+static FORWARDED_HOST: HeaderName = HeaderName::from_static("x-forwarded-host");
 static KEEP_ALIVE: HeaderName = HeaderName::from_static("keep-alive");
 static PROXY_CONNECTION: HeaderName = HeaderName::from_static("proxy-connection");
 
@@ -71,6 +72,13 @@ pub fn prepare_request(headers: &mut HeaderMap, client: IpAddr, host: &HeaderVal
     }
     if !headers.contains_key(HOST) {
         headers.insert(HOST, host.clone());
+    }
+}
+
+/// Shows a guest another host name than the one the client used.
+pub fn mask_host(headers: &mut HeaderMap, mask: HeaderValue) {
+    if let Some(original) = headers.insert(HOST, mask) {
+        headers.insert(&FORWARDED_HOST, original);
     }
 }
 

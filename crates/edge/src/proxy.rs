@@ -11,7 +11,7 @@ use http_body_util::BodyExt;
 use hyper::body::{Body as _, Incoming};
 
 use crate::answer;
-use crate::body::{Body, Relay, RequestBody};
+use crate::body::{self, Body, Relay, RequestBody};
 use crate::client::{Busy, Client};
 use crate::edge::Edge;
 use crate::headers;
@@ -69,12 +69,14 @@ impl Exchange {
     /// A new connection. The error is the answer for the client.
     async fn connect(&self) -> Result<Upstream, Response<Body>> {
         let socket = match &self.to {
-            Destination::Api => upstream::connect_unix(&self.edge.api)
-                .await
-                .map_err(|error| {
+            Destination::Api => {
+                let limit = self.edge.limits.connect_timeout;
+                let connected = upstream::connect_unix(&self.edge.api, limit).await;
+                connected.map_err(|error| {
                     self.note("cannot reach the control API", &error);
                     answer::api_down()
-                })?,
+                })?
+            }
             Destination::Guest(lease, port) => self.connect_guest(lease, *port).await?,
         };
         Upstream::new(socket)
@@ -242,8 +244,11 @@ async fn relay(
     };
     let expects = head.headers.contains_key(EXPECT);
     headers::prepare_request(&mut head.headers, client.peer.ip(), &host);
-    if let Destination::Guest(..) = exchange.to {
+    if let Destination::Guest(lease, port) = &exchange.to {
         head.headers.remove(&headers::TRAFFIC_TOKEN);
+        if let Some(mask) = lease.route.host_mask(*port) {
+            headers::mask_host(&mut head.headers, mask);
+        }
     }
     if let Some(protocol) = &upgrade {
         headers::announce_upgrade(&mut head.headers, protocol.clone());
@@ -252,7 +257,10 @@ async fn relay(
     head.uri = origin_form(head.uri);
     head.extensions.clear();
 
-    let request = Request::from_parts(head, RequestBody::new(body, &client));
+    let mut request = Request::from_parts(head, RequestBody::new(body, &client));
+    if expects {
+        body::hold_until_asked(&mut request);
+    }
     match send(&exchange, request).await {
         Ok((response, upstream)) => respond(exchange, response, upstream, upgrade).await,
         Err((refusal, unsent)) => {

@@ -7,6 +7,7 @@ use std::os::fd::OwnedFd;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 use std::time::Duration;
 
+use http::HeaderValue;
 use serde::{Deserialize, Serialize};
 use subtle::ConstantTimeEq;
 use tokio::sync::Notify;
@@ -37,6 +38,9 @@ pub struct Spec {
     pub netns: Option<String>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub traffic_token: Option<String>,
+    /// The `Host` the guest sees on every port but the agent's; `${PORT}` stands for the port.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub mask_request_host: Option<String>,
 }
 
 impl Spec {
@@ -58,6 +62,15 @@ impl Spec {
         if self.traffic_token.as_ref().is_some_and(String::is_empty) {
             return Err(format!(
                 "route {sandbox_id}: traffic_token is empty; leave it out to allow all traffic"
+            ));
+        }
+        if self
+            .mask_request_host
+            .as_ref()
+            .is_some_and(|mask| mask.is_empty() || HeaderValue::from_str(mask).is_err())
+        {
+            return Err(format!(
+                "route {sandbox_id}: mask_request_host cannot be sent as a Host header"
             ));
         }
         Ok(())
@@ -148,6 +161,15 @@ impl Route {
             route: self.clone(),
             key,
         })
+    }
+
+    /// The host name to show to the server on `port` in place of the client's.
+    pub fn host_mask(&self, port: u16) -> Option<HeaderValue> {
+        let mask = self.spec.mask_request_host.as_ref()?;
+        if port == AGENT_PORT {
+            return None;
+        }
+        HeaderValue::try_from(mask.replace("${PORT}", &port.to_string())).ok()
     }
 
     /// Compares in a time that does not tell where `given` differs. True when no token is wanted.

@@ -110,8 +110,22 @@ pub async fn connect_tcp(
     }
 }
 
-pub async fn connect_unix(path: &Path) -> io::Result<Socket> {
-    UnixStream::connect(path).await.map(Socket::Unix)
+/// Connects to a Unix socket. Unlike TCP, the kernel does not wait for room in the queue of a listener that is behind
+/// with accepting, so we do.
+pub async fn connect_unix(path: &Path, limit: Duration) -> io::Result<Socket> {
+    let deadline = Instant::now() + limit;
+    let mut wait = Duration::from_millis(1);
+    loop {
+        match UnixStream::connect(path).await {
+            Err(error)
+                if error.kind() == io::ErrorKind::WouldBlock && Instant::now() < deadline =>
+            {
+                tokio::time::sleep(wait).await;
+                wait = (wait * 2).min(Duration::from_millis(50));
+            }
+            connected => return connected.map(Socket::Unix),
+        }
+    }
 }
 
 /// Why a request got no response.
