@@ -39,11 +39,17 @@ class DescriptorSets:
         self._stack.close()
 
     def open(self, what: str, path: Path, flags: int) -> int:
+        """Open a file or a block device; VmmFailed says ``what`` it was to be."""
         try:
+            # Non-blocking, or to open a named pipe would take for ever.
             fd = os.open(path, flags | os.O_CLOEXEC | os.O_NOCTTY | os.O_NONBLOCK)
         except OSError as error:
             raise VmmFailed(f"cannot open the {what} {path}: {error.strerror}") from error
         self._stack.callback(os.close, fd)
+        mode = os.fstat(fd).st_mode
+        if not stat.S_ISREG(mode) and not stat.S_ISBLK(mode):
+            raise VmmFailed(f"the {what} {path} is neither a file nor a block device")
+        os.set_blocking(fd, True)
         self.fds.append(fd)
         return fd
 
@@ -65,17 +71,14 @@ def _node(
     if depth > CHAIN_LIMIT:
         raise VmmFailed(f"the chain of images that ends in {path} is longer than {CHAIN_LIMIT}")
     fd = sets.open("disk image", path, os.O_RDONLY if read_only else os.O_RDWR)
-    mode = os.fstat(fd).st_mode
-    if not stat.S_ISREG(mode) and not stat.S_ISBLK(mode):
-        raise VmmFailed(f"the disk image {path} is neither a file nor a block device")
-    os.set_blocking(fd, True)
+    is_device = stat.S_ISBLK(os.fstat(fd).st_mode)
     # A sandbox promises nothing about a crash of the host, so a flush of the guest need not reach the host's disk.
     cache = {"direct": False, "no-flush": True}
     options = {"read-only": read_only, "auto-read-only": False, "discard": "unmap", "cache": cache}
     node: dict[str, Any] = {
         "driver": format,
         **options,
-        "file": {"driver": "host_device" if stat.S_ISBLK(mode) else "file", "filename": sets.name(fd), **options},
+        "file": {"driver": "host_device" if is_device else "file", "filename": sets.name(fd), **options},
     }
     if name is not None:
         node["node-name"] = name

@@ -16,17 +16,20 @@ import socket
 from pathlib import Path
 from typing import Literal
 
+from aenv.config import VmmSettings
 from aenv.errors import SetupError, VmmFailed
 from aenv.programs import system_program
 from aenv.vmm.images import DescriptorSets, block_device
 from aenv.vmm.interface import BootConfig, Exit, Machine, MachineRecord
-from aenv.vmm.process import Account, Identity, Launch, Process
+from aenv.vmm.probe import Acceleration, choose
+from aenv.vmm.process import Account, Identity, Launch, Process, account
 from aenv.vmm.qemu_command import Resources, arguments, check, kernel_command_line
 from aenv.vmm.qmp import Qmp
+from aenv.vmm.tsc import tsc_khz
 
 NAME = "qemu"
 MONITOR = "qmp.sock"
-Accelerator = Literal["kvm-intel", "kvm-amd", "tcg"]
+OLDEST = (7, 2)
 
 
 class QemuMachine:
@@ -111,22 +114,34 @@ class QemuDriver:
     """Starts QEMUs of one installed version."""
 
     def __init__(
-        self, program: Path, version: str, accelerator: Accelerator, account: Account | None, tsc_khz: int
+        self, program: Path, version: str, acceleration: Acceleration, account: Account | None, tsc_khz: int
     ) -> None:
         self.program = program
         self.version = version
-        self.accelerator: Accelerator = accelerator
+        self.acceleration = acceleration
         self._account = account
         self._tsc_khz = tsc_khz
 
     @classmethod
-    async def open(
-        cls, accelerator: Accelerator, account: Account | None, tsc_khz: int, program: Path | None = None
-    ) -> QemuDriver:
-        """A driver for the installed QEMU. ``account`` None means that this program is not root and cannot choose;
-        ``tsc_khz`` is the rate of the host's time stamp counter."""
-        program = program or system_program("qemu-system-x86_64", "qemu-system-x86")
-        return cls(program, await _version(program), accelerator, account, tsc_khz)
+    async def open(cls, settings: VmmSettings, directory: Path) -> QemuDriver:
+        """A driver for the QEMU that is installed. ``directory`` keeps what the probe of the accelerator found.
+
+        Virtual machines run as ``settings.user`` if this program is root; otherwise it has no choice but its own
+        account. Raises SetupError if QEMU is missing, too old or cannot be run, or if a setting is wrong."""
+        program = system_program("qemu-system-x86_64", "qemu-system-x86")
+        version = await _version(program)
+        if _numbers(version) < OLDEST:
+            raise SetupError(
+                f"QEMU {version} is too old", remedy=f"install version {'.'.join(map(str, OLDEST))} or later"
+            )
+        acceleration = await asyncio.to_thread(choose, settings.accelerator, directory)
+        user = account(settings.user) if os.geteuid() == 0 else None
+        return cls(program, version, acceleration, user, await asyncio.to_thread(tsc_khz))
+
+    @property
+    def version_numbers(self) -> tuple[int, int]:
+        """Major and minor version, on which the choice of the guest kernel depends."""
+        return _numbers(self.version)
 
     @property
     def name(self) -> str:
@@ -135,7 +150,7 @@ class QemuDriver:
     async def boot(self, config: BootConfig) -> Machine:
         check(config)
         self._check_kernel(config)
-        tcg = self.accelerator == "tcg"
+        tcg = self.acceleration.kind == "tcg"
         command_line = kernel_command_line(config, tsc_khz=self._tsc_khz if tcg else None)
         monitor = config.directory / MONITOR
         machine: QemuMachine | None = None
@@ -144,7 +159,7 @@ class QemuDriver:
                 disks = [block_device(disk, f"disk{number}", sets) for number, disk in enumerate(config.disks)]
                 resources = Resources(
                     monitor=listener.fileno(),
-                    kernel=files.open("kernel", config.kernel.bzimage, os.O_RDONLY),
+                    kernel=_open_kernel(files, config.kernel.bzimage),
                     initramfs=files.open("initramfs", config.kernel.initramfs, os.O_RDONLY),
                     disks=[node for node, _ in disks],
                     descriptor_sets=sets.arguments(),
@@ -195,7 +210,7 @@ class QemuDriver:
         return MachineRecord(
             driver=NAME,
             version=self.version,
-            accelerator=self.accelerator,
+            accelerator=self.acceleration.kind,
             pid=identity.pid,
             start_time=identity.start_time,
             boot_id=identity.boot_id,
@@ -206,7 +221,7 @@ class QemuDriver:
         """QEMU 7.2 emulates something of which kernel 6.12 dies in one boot of twenty; 6.1 does not, nor does 6.12 in
         QEMU 10."""
         release = _numbers(config.kernel.version)
-        if self.accelerator == "tcg" and _numbers(self.version) < (10, 0) and release > (6, 1):
+        if self.acceleration.kind == "tcg" and self.version_numbers < (10, 0) and release > (6, 1):
             raise VmmFailed(
                 f"QEMU {self.version} cannot run the kernel {config.kernel.version} reliably without KVM",
                 remedy="use a kernel 6.1, or QEMU 10",
@@ -218,6 +233,14 @@ def _numbers(version: str) -> tuple[int, int]:
     if found is None:
         raise VmmFailed(f"{version[:80]!r} is not a version")
     return int(found[1]), int(found[2])
+
+
+def _open_kernel(files: DescriptorSets, path: Path) -> int:
+    """QEMU takes whatever it gets for a boot sector, and the guest would do nothing for ever."""
+    fd = files.open("kernel", path, os.O_RDONLY)
+    if os.pread(fd, 4, 0x202) != b"HdrS":
+        raise VmmFailed(f"the kernel {path} is not a bzImage")
+    return fd
 
 
 def _listen(path: Path) -> socket.socket:
