@@ -1,1 +1,19 @@
 //! Layered images in the open overlaybd format.
+#![forbid(unsafe_code)]
+
+pub mod blob;
+pub mod cache;
+pub mod entry;
+pub mod error;
+pub mod header;
+pub mod index;
+pub mod layer;
+pub mod merge;
+pub mod source;
+pub mod stack;
+pub mod tar;
+pub mod trace;
+pub mod warp;
+pub mod zfile;
+
+pub use error::{Error, Result};
