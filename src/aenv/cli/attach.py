@@ -13,7 +13,7 @@ from typing import Any
 from aenv.cli import streams, terminal
 from aenv.client import ConnectionLost, Process, Sandbox, Size
 from aenv.client.processes import LOGIN, SCRIPT
-from aenv.errors import AenvError, BadRequest, NotFound, Unavailable
+from aenv.errors import AenvError, BadRequest, NotFound, OperationFailed, Unavailable
 
 _GRACE = 2.0
 _KEEP_ALIVE = 300
@@ -135,10 +135,17 @@ async def _beside(*work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
 
 async def _feed(process: Process) -> None:
     """Standard input to the process. What it does not want to read is not an error, as with a pipe."""
-    with suppress(NotFound):
+    try:
         async for chunk in streams.chunks(sys.stdin.fileno()):
             await process.send(chunk)
         await process.close_stdin()
+    except NotFound:
+        pass
+    except OperationFailed as error:
+        if "Broken pipe" not in str(error):
+            # Its input would end in the middle, and it could not know.
+            await _end(process)
+            raise
 
 
 async def _type(process: Process) -> None:

@@ -117,10 +117,17 @@ def is_local(url: str) -> bool:
 
 def local_url(environ: Mapping[str, str]) -> str:
     """Where a node with this machine's settings listens, as seen from this machine."""
-    host, _, port = _settings(environ).listen.rpartition(":")
-    if host.strip("[]") in ("", "0.0.0.0", "::"):
-        host = "127.0.0.1"
-    return f"http://{host}:{port}"
+    host, port = local_address(_settings(environ).listen)
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def local_address(listen: str) -> tuple[str, int]:
+    """Host and port under which what listens at ``listen`` is reached from the same machine."""
+    host, _, port = listen.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if not (port.isascii() and port.isdigit() and 0 < int(port) < 65536):
+        raise SetupError(f"the setting listen is {listen!r}, not an address and a port", remedy="e.g. 127.0.0.1:8000")
+    return {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host), int(port)
 
 
 def read_stored(environ: Mapping[str, str] | None = None) -> Stored | None:
