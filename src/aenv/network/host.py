@@ -9,13 +9,15 @@ from ipaddress import IPv4Network
 from pathlib import Path
 
 from aenv.errors import AenvError, SetupError
-from aenv.network import namespace, rules
+from aenv.network import links, namespace, rules
 from aenv.network.addresses import Subnet
-from aenv.network.links import Host
 from aenv.network.nft import Nftables
+from aenv.network.rtnetlink import Rtnetlink
 
 _MAX_MTU = 1500
 """A guest keeps its MTU when its snapshot moves to another machine, so it gets one that every machine has."""
+
+_MIN_MTU = 576
 
 _CAPABILITIES = {"CAP_NET_ADMIN": 12, "CAP_SYS_ADMIN": 21}
 _IP_FORWARD = Path("/proc/sys/net/ipv4/ip_forward")
@@ -83,10 +85,10 @@ def dismantle(nftables: Nftables) -> None:
     nftables.run(f"table inet {rules.TABLE}\ndelete table inet {rules.TABLE}")
 
 
-def check_subnet(host: Host, subnet: Subnet) -> None:
+def check_subnet(host: Rtnetlink, subnet: Subnet) -> None:
     """Raises SetupError if the machine uses part of ``subnet`` for something else, or another home numbers its slots
     differently inside it."""
-    before, routes, numbered, after = host.links(), host.routes(), host.addresses(), host.links()
+    before, routes, numbered, after = links.host_links(host), host.routes(), host.addresses(), links.host_links(host)
     slots = {link.ifindex: link.index for link in (*before, *after)}  # other homes make and destroy slots meanwhile
     remedy = "give [network] subnet a range that this machine does not use"
     for destination, device in routes:
@@ -95,21 +97,19 @@ def check_subnet(host: Host, subnet: Subnet) -> None:
             raise SetupError(
                 f"the subnet {subnet.network} overlaps the route {destination} of this machine", remedy=remedy
             )
-    for device, found in numbered.items():
-        for address in found:
-            if address not in subnet:
-                continue
-            index = slots.get(device)
-            if index is None or index >= subnet.capacity or subnet.host(index) != address:
-                raise SetupError(
-                    f"the address {address} of this machine lies in the subnet {subnet.network}", remedy=remedy
-                )
+    for device, address in numbered:
+        index = slots.get(device)
+        expected = subnet.host(index) if index is not None and index < subnet.capacity else None
+        if address in subnet and address != expected:
+            raise SetupError(
+                f"the address {address} of this machine lies in the subnet {subnet.network}", remedy=remedy
+            )
 
 
-def uplink_mtu(host: Host) -> int:
+def uplink_mtu(host: Rtnetlink) -> int:
     """MTU in bytes for new slots: that of the default route, within reason."""
     devices = [device for destination, device in host.routes() if destination == "0.0.0.0/0" and device is not None]
-    return max(576, min([_MAX_MTU, *map(host.mtu, devices)]))
+    return max(_MIN_MTU, min([_MAX_MTU, *(link.mtu for device in devices if (link := host.link(device)))]))
 
 
 def inner_settings() -> None:

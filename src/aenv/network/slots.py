@@ -24,15 +24,15 @@ from pathlib import Path
 from typing import TypeVar
 
 import msgspec
-from pyroute2.netlink.exceptions import NetlinkError
 
 from aenv.config import Settings
 from aenv.errors import AenvError, Conflict, OperationFailed, SetupError, Unavailable
 from aenv.network import addresses, host, links, namespace, rules
 from aenv.network.addresses import Subnet
-from aenv.network.links import Host, HostLink
+from aenv.network.links import HostLink
 from aenv.network.namespace import LostThread, Threads
 from aenv.network.nft import Nftables
+from aenv.network.rtnetlink import Rtnetlink
 
 _THREADS = 4
 _POLL = 0.005
@@ -79,7 +79,7 @@ class Network:
         self._background: set[asyncio.Task[None]] = set()
         self._nftables: Nftables | None = None
         self._presence: host.Presence | None = None
-        self._probe: socket.socket | None = None
+        self._probe: Rtnetlink | None = None
         self._builders = Threads(_THREADS, "aenv-network")
         # Its work takes microseconds and must not queue behind that of the builders.
         self._opener = Threads(1, "aenv-network-open")
@@ -95,7 +95,7 @@ class Network:
 
         def prepare() -> tuple[host.Presence, int]:
             host.check()
-            with Host() as connection:
+            with Rtnetlink() as connection:
                 host.check_subnet(connection, self._subnet)
                 mtu = host.uplink_mtu(connection)
             presence = host.Presence()
@@ -111,7 +111,7 @@ class Network:
         with _explained("prepare the network of this machine", SetupError):
             self._presence, self._mtu = await self._run(prepare)
         self._nftables = nftables
-        self._probe = self._opener.call(lambda: socket.socket(socket.AF_INET, socket.SOCK_DGRAM))
+        self._probe = self._opener.call(Rtnetlink)
 
     async def create(self) -> Slot:
         """Make a slot. Raises Unavailable when every number is taken, OperationFailed for anything else; nothing of it
@@ -127,13 +127,13 @@ class Network:
             if not 0 <= index < self._subnet.capacity:
                 return None
             path = self._path(index)
-            with Host() as connection:
-                link = connection.link(index)
+            with Rtnetlink() as connection:
+                link = links.host_link(connection, index)
             if link is None or not self._owns(link) or not namespace.is_pinned(path):
                 return None
             with namespace.inside(path):
-                with Host() as connection:
-                    devices = connection.names()
+                with Rtnetlink() as connection:
+                    devices = {link.name for link in connection.links()}
                 tables = self._filter.list("list tables")
             table = {"family": "inet", "name": rules.TABLE}
             complete = {addresses.TAP, addresses.UPLINK} <= devices and any(
@@ -163,8 +163,8 @@ class Network:
         Returns their numbers, also those of which only a part was left."""
 
         def survey() -> set[int]:
-            with Host() as connection:
-                found = {link.index for link in connection.links() if self._owns(link)}
+            with Rtnetlink() as connection:
+                found = {link.index for link in links.host_links(connection) if self._owns(link)}
             return found | {int(path.name) for path in self._directory.iterdir() if path.name.isdecimal()}
 
         with _explained("look for network slots left behind"):
@@ -177,7 +177,7 @@ class Network:
         return doomed
 
     def open_tap(self, slot: Slot) -> int:
-        """File descriptor of the slot's tap (``IFF_TAP | IFF_NO_PI | IFF_VNET_HDR``), close-on-exec; the caller closes it.
+        """The slot's tap (``IFF_TAP | IFF_NO_PI | IFF_VNET_HDR``), a close-on-exec file descriptor the caller owns.
 
         Raises Conflict while another process has it, OperationFailed if the slot is gone. Takes well under 1 ms.
         """
@@ -222,14 +222,14 @@ class Network:
     # What follows runs on threads.
 
     def _build(self) -> Slot:
-        with Host() as outer, namespace.fresh() as descriptor:
+        with Rtnetlink() as outer, namespace.fresh() as descriptor:
+            host.inner_settings()
             index = self._claim(outer, descriptor)
             try:
-                outer.configure(index, addresses.link_alias(self._tag), self._subnet.host(index))
-                host.inner_settings()
+                links.configure(outer, index, addresses.link_alias(self._tag), self._subnet.host(index))
                 links.make_tap()
-                with Host() as inner:
-                    inner.furnish(self._subnet.peer(index), self._subnet.host(index), self._mtu)
+                with Rtnetlink() as inner:
+                    links.furnish(inner, self._subnet.peer(index), self._subnet.host(index), self._mtu)
                 self._filter.run(rules.sandbox_table(self._subnet.network, self._resolvers))
                 # Last, so that whatever is pinned is complete.
                 namespace.pin(self._path(index))
@@ -240,11 +240,11 @@ class Network:
                 raise
         return self._slot(index, self._mtu)
 
-    def _claim(self, outer: Host, descriptor: int) -> int:
+    def _claim(self, outer: Rtnetlink, descriptor: int) -> int:
         taken: set[int] = set()
         for attempt in range(16):
             if attempt:
-                taken = {link.index for link in outer.links()}
+                taken = {link.index for link in links.host_links(outer)}
             for step in range(self._subnet.capacity):
                 index = (self._next + step) % self._subnet.capacity
                 if index not in self._held and index not in taken:
@@ -255,7 +255,7 @@ class Network:
             self._held.add(index)
             claimed = False
             try:
-                claimed = outer.claim(index, self._group, self._mtu, descriptor)
+                claimed = links.claim(outer, index, self._group, self._mtu, descriptor)
             finally:
                 if not claimed:
                     self._held.discard(index)
@@ -270,7 +270,7 @@ class Network:
 
     def _demolish(self, slot: Slot) -> None:
         namespace.unpin(self._path(slot.index))
-        with Host() as connection:
+        with Rtnetlink() as connection:
             self._cut(connection, slot.index)
         self._held.discard(slot.index)
 
@@ -278,7 +278,7 @@ class Network:
         name = addresses.link_name(index)
 
         def cut() -> None:
-            with Host() as connection:
+            with Rtnetlink() as connection:
                 self._cut(connection, index)
 
         with _explained(f"destroy network slot {index}"):
@@ -288,21 +288,21 @@ class Network:
             loop = asyncio.get_running_loop()
             deadline = loop.time() + _PATIENCE
             assert self._probe is not None
-            while links.exists(self._probe, name):
+            while self._probe.ifindex(name) is not None:
                 if loop.time() > deadline:
                     await self._run(cut)
                     break
                 await asyncio.sleep(_POLL)
         self._held.discard(index)
 
-    def _cut(self, connection: Host, index: int) -> None:
-        link = connection.link(index)
+    def _cut(self, connection: Rtnetlink, index: int) -> None:
+        link = links.host_link(connection, index)
         if link is not None and self._owns(link):
-            connection.delete(link)
+            links.delete(connection, link)
 
     def _dismantle(self, presence: host.Presence) -> None:
-        with Host() as connection:
-            remaining = connection.links()
+        with Rtnetlink() as connection:
+            remaining = links.host_links(connection)
             if not any(map(self._owns, remaining)) and not any(self._directory.iterdir()):
                 namespace.umount(self._directory)
                 self._directory.rmdir()
@@ -355,7 +355,7 @@ class Network:
     async def _undo(self, future: asyncio.Future[T], undo: Callable[[T], None]) -> None:
         try:
             result = await future
-        except (AenvError, OSError, NetlinkError, LostThread):
+        except (AenvError, OSError, LostThread):
             return
         await self._run(lambda: undo(result))
 
@@ -365,7 +365,5 @@ def _explained(operation: str, kind: type[AenvError] = OperationFailed) -> Itera
     """Turn what the kernel says into an error of ours that names the operation."""
     try:
         yield
-    except NetlinkError as error:
-        raise kind(f"cannot {operation}: {error}") from error
     except (OSError, LostThread) as error:
         raise kind(f"cannot {operation}: {error}") from error
