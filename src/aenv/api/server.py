@@ -20,13 +20,11 @@ from aenv.config import Settings
 from aenv.edge import EdgeClient, EdgeProcess
 from aenv.errors import AenvError, Conflict, SetupError, Unavailable
 from aenv.network import Network
-from aenv.node import keys
+from aenv.node import images, keys
 from aenv.node.node import Node
 from aenv.node.store import Store
-from aenv.templates.base import ensure_base
 from aenv.templates.store import TemplateStore
-from aenv.vmm.kernel import ensure_kernel
-from aenv.vmm.qemu import QemuDriver, qemu_version
+from aenv.vmm.qemu import QemuDriver
 
 log = logging.getLogger(__name__)
 
@@ -49,14 +47,8 @@ def run(settings: Settings, *, progress: Progress = print) -> None:
         raise SetupError("serving needs root: it creates network namespaces", remedy="sudo aenv serve")
     os.umask(0o077)
     with _prepared(settings):
-        prepare_images(settings, progress)
+        images.prepare(settings, progress)
         asyncio.run(_serve(settings, progress))
-
-
-def prepare_images(settings: Settings, progress: Progress) -> None:
-    """Make sure that the guest kernel and the template ``base`` exist."""
-    kernel = ensure_kernel(settings, qemu_version(), progress)
-    ensure_base(settings, kernel, progress)
 
 
 @contextmanager
@@ -106,7 +98,8 @@ async def _serve(settings: Settings, progress: Progress) -> None:
         edge_process = EdgeProcess(settings.listen, settings.run, settings.home / "logs")
         await edge_process.ensure()
         edge = await stack.enter_async_context(EdgeClient(edge_process.control))
-        node = Node(settings, store, TemplateStore(settings), QemuDriver(settings), network, edge)
+        driver = await QemuDriver.open(settings.vmm, settings.home)
+        node = Node(settings, store, TemplateStore(settings), driver, network, edge)
         await node.open()
         server = await _listen(make_app(settings, store, node), edge_process.api)
         supervisor = asyncio.create_task(_supervise(edge_process, node, stopping))

@@ -13,11 +13,11 @@ ENVD_VERSION = "0.6.13"
 """The E2B agent whose interface ours speaks; SDKs switch features by it."""
 
 
-class _Request(msgspec.Struct, frozen=True, rename="camel"):
+class _Request(msgspec.Struct, rename="camel"):
     pass
 
 
-class _Answer(msgspec.Struct, frozen=True, rename="camel", omit_defaults=True):
+class _Answer(msgspec.Struct, rename="camel", omit_defaults=True):
     pass
 
 
@@ -126,7 +126,7 @@ class Logs(_Answer):
     log_entries: list[LogEntry]
 
 
-class TemplateAnswer(msgspec.Struct, frozen=True, rename="camel"):
+class TemplateAnswer(msgspec.Struct, rename="camel"):
     """Every field is required by the SDKs, nulls included."""
 
     template_id: str = msgspec.field(name="templateID")

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import shutil
-from collections.abc import Callable
+import signal
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from aenv.model import ProcessRecord, Sandbox, Template
 from aenv.network import Network, Slot
 from aenv.node.agent import AgentClient
 from aenv.templates.store import TemplateStore
+from aenv.vmm import process
 from aenv.vmm.interface import BootConfig, Disk, Driver, Machine, MachineRecord
 from aenv.vmm.kernel import load_kernel
 
@@ -84,6 +87,8 @@ class Resources:
         machine = running.machine if running is not None else await self._adopt_machine(record)
         if machine is not None:
             await machine.kill()
+        else:
+            await asyncio.to_thread(kill_strays, self.directory(record.sandbox_id))
         if record.slot is not None:
             slot = running.slot if running is not None else await self._network.adopt(record.slot)
             if slot is not None:
@@ -107,11 +112,11 @@ class Resources:
         base = self._templates.rootfs(template)
         program = programs.system_program("qemu-img", "qemu-utils")
         options = ("create", "-q", "-f", "qcow2", "-b", str(base), "-F", "raw", str(disk), f"{size}M")
-        process = await asyncio.create_subprocess_exec(
+        creation = await asyncio.create_subprocess_exec(
             program, *options, stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE
         )
-        _, errors = await process.communicate()
-        if process.returncode != 0:
+        _, errors = await creation.communicate()
+        if creation.returncode != 0:
             said = errors.decode("utf-8", "replace").strip()
             kind = DiskFull if "No space left" in said else OperationFailed
             raise kind(f"cannot create the disk of the sandbox: {said}")
@@ -186,6 +191,16 @@ class Resources:
     def _console(machine: Machine) -> str:
         tail = machine.serial_tail(CONSOLE_IN_ERROR).strip()
         return f"its console ends with:\n{tail}" if tail else "its console is empty"
+
+
+def kill_strays(root: Path, keep: Collection[str] = ()) -> None:
+    """Kill every VMM that was started for a directory at or below ``root``, except those whose directory has a name
+    in ``keep``: a crash may have come between its start and the record of it."""
+    for identity, directory in process.find(root):
+        if directory.name not in keep:
+            log.warning("killing VMM %d of %s: no record names it", identity.pid, directory)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(identity.pid, signal.SIGKILL)
 
 
 async def _undisturbed(*tasks: asyncio.Task[Any]) -> None:

@@ -22,12 +22,9 @@ def setup(home: Path | None, config: Path | None, refresh: bool, rebuild: bool) 
     from aenv.cli import progress
 
     settings = load_settings(home=home, config=config)
-    from aenv.templates.base import ensure_base
-    from aenv.vmm.kernel import ensure_kernel
-    from aenv.vmm.qemu import qemu_version
+    from aenv.node import images
 
     with progress.shown() as step:
-        kernel = ensure_kernel(settings, qemu_version(), step, refresh=refresh)
-        template = ensure_base(settings, kernel, step, rebuild=rebuild)
+        kernel, template = images.prepare(settings, step, refresh=refresh, rebuild=rebuild)
     click.echo(f"guest kernel {kernel.version}")
     click.echo(f"template base ({template.template_id})")
