@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any, TypeVar
@@ -196,6 +197,7 @@ def _reason(error: BaseException) -> str:
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, OSError) and cause.strerror:
-            return cause.strerror.lower()
+            known = cause.errno is not None and cause.errno > 0
+            return (os.strerror(cause.errno) if known else cause.strerror).lower()
         cause = cause.__cause__ or cause.__context__
     return refusals.printable(" ".join(str(error).split())) or type(error).__name__

@@ -148,12 +148,8 @@ class Contract:
         return web.json_response(self.sandboxes[self.created[key]].access(), status=201)
 
     async def _list(self, request: web.Request) -> web.Response:
-        wanted = dict(
-            (unquote_plus(name), unquote_plus(value))
-            for name, _, value in (
-                part.partition("=") for part in unquote_plus(request.query.get("metadata", "")).split("&") if part
-            )
-        )
+        parts = [part.partition("=") for part in unquote_plus(request.query.get("metadata", "")).split("&") if part]
+        wanted = {unquote_plus(name): unquote_plus(value) for name, _, value in parts}
         states = request.query.get("state", "running,paused").split(",")
         found = [
             record
