@@ -192,7 +192,7 @@ def _bootstrap(
     argv += [release, target, *(source.line() for source in archive.sources)]
 
     def report(line: str) -> None:
-        if line.startswith("I: ") and not line.startswith(("I: using", "I: automatically", "I: chroot", "I: success")):
+        if line.startswith(("I: downloading", "I: extracting", "I: installing", "I: creating")):
             progress(line.removeprefix("I: "))
 
     try:

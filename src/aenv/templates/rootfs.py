@@ -6,6 +6,7 @@ import contextlib
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
@@ -77,10 +78,13 @@ def open_archive(source: Path) -> Iterator[IO[bytes]]:
     try:
         if source.is_dir():
             argv: list[str | Path] = [system_program("tar", "tar"), "--create", "--format=pax", "--numeric-owner"]
-            argv += ["--xattrs", "--xattrs-include=*", "--one-file-system", "--directory", source, "."]
+            argv += ["--xattrs", "--xattrs-include=*", "--one-file-system", "--warning=no-file-ignored"]
+            argv += ["--directory", source, "."]
             with _piped(argv, None, f"cannot read the directory {source}") as stream:
                 yield stream
             return
+        if source.exists() and not source.is_file():
+            raise BadRequest(f"{source} is neither a directory nor a file")
         with source.open("rb") as file:
             magic = file.read(8)
             file.seek(0)
@@ -98,19 +102,19 @@ def open_archive(source: Path) -> Iterator[IO[bytes]]:
 
 @contextlib.contextmanager
 def _piped(argv: list[str | Path], stdin: IO[bytes] | None, complaint: str) -> Iterator[IO[bytes]]:
-    process = subprocess.Popen(
-        argv, stdin=stdin or subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={"LC_ALL": "C"}
-    )
-    assert process.stdout is not None
-    assert process.stderr is not None
-    try:
-        yield process.stdout
-        process.stdout.close()
-        said = process.stderr.read(4096).decode(errors="replace").strip()
-        if process.wait() != 0:
-            raise BadRequest(f"{complaint}: {said or process.returncode}")
-    finally:
-        process.kill()
-        process.wait()
-        process.stdout.close()
-        process.stderr.close()
+    with tempfile.TemporaryFile() as stderr:
+        process = subprocess.Popen(
+            argv, stdin=stdin or subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=stderr, env={"LC_ALL": "C.UTF-8"}
+        )
+        assert process.stdout is not None
+        try:
+            yield process.stdout
+            process.stdout.close()
+            if process.wait() != 0:
+                stderr.seek(0)
+                said = stderr.read(1000).decode(errors="replace").strip()
+                raise BadRequest(f"{complaint}: {said or process.returncode}")
+        finally:
+            process.kill()
+            process.wait()
+            process.stdout.close()

@@ -10,7 +10,7 @@ is at fault. Anything else is a failure of this program or of the machine.
 """
 
 # Paths are strings here: those of an archive need not be text, and there are many of them.
-# ruff: noqa: PTH
+# ruff: noqa: PTH101, PTH102, PTH103, PTH106, PTH108, PTH110, PTH112, PTH120, PTH208, PTH211
 
 from __future__ import annotations
 
@@ -40,14 +40,25 @@ class Counted:
 
     def __init__(self, stream: BinaryIO, limit: int) -> None:
         self._stream = stream
-        self._left = limit
+        self._limit = limit
+        self._size = 0
+        self._end = b""
 
     def read(self, size: int) -> bytes:
         data = self._stream.read(size)
-        self._left -= len(data)
-        if self._left < 0:
+        self._size += len(data)
+        self._end = (self._end + data)[-tarfile.BLOCKSIZE :]
+        if self._size > self._limit:
             raise Refused("the archive is larger than the disk of the template")
         return data
+
+    def finish(self) -> None:
+        """Read on to the end, which has to be the empty block that ends an archive: tarfile takes an archive that was
+        cut between two members for a whole one."""
+        while self.read(_CHUNK):
+            pass
+        if self._size % tarfile.BLOCKSIZE or self._end != bytes(tarfile.BLOCKSIZE):
+            raise Refused("the end of the archive is missing")
 
 
 class Unpacking:
@@ -72,8 +83,7 @@ class Unpacking:
                     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
                         raise
                     raise Refused(f"cannot unpack {member.name!r}: {error}") from error
-        while counted.read(_CHUNK):
-            pass
+        counted.finish()
         for path, member in sorted(self._directories.items(), reverse=True):
             _dates(path, member)
 

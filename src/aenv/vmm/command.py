@@ -16,6 +16,7 @@ from aenv.errors import DiskFull, OperationFailed
 
 # Enough for the last few messages of any tool; what came before is rarely the cause.
 _STDERR_TAIL = 2000
+_MAX_LINE = 64 * 1024
 
 # Settings of the network and of temporary files belong to the machine; everything else would only make runs differ.
 _INHERITED = (
@@ -72,13 +73,15 @@ def run(
         timer.start()
         try:
             assert process.stderr is not None
-            for line in process.stderr:
+            while line := process.stderr.readline(_MAX_LINE):
                 stderr.write(line)
                 if on_line is not None:
                     on_line(line.decode(errors="replace").rstrip())
-            process.wait()
+            # Not reaped yet: until all signals are sent, its number must not go to another process.
+            os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
         finally:
             timer.cancel()
+            timer.join()
             _kill(process)
             process.wait()
             if process.stderr is not None:

@@ -63,7 +63,7 @@ def ensure_kernel(
     series = series_for(qemu_version)
     directory = settings.home / "kernels"
     with durable.lock(directory / ".ensure", lambda: progress("waiting for another process to prepare the kernel")):
-        installed = [manifest for manifest in _manifests(directory) if manifest.series == series]
+        installed = [manifest for manifest in _manifests(directory, progress) if manifest.series == series]
         if installed and not refresh:
             manifest = max(installed, key=lambda manifest: _release_key(manifest.version))
         else:
@@ -80,11 +80,15 @@ def load_kernel(settings: Settings, version: str) -> KernelImage:
     return _image(directory, _read(directory))
 
 
-def _manifests(directory: Path) -> list[Manifest]:
+def _manifests(directory: Path, progress: Progress) -> list[Manifest]:
     found = []
     for path in directory.glob(f"*/{_MANIFEST}"):
         if not path.parent.name.startswith("."):
-            manifest = _read(path.parent)
+            try:
+                manifest = _read(path.parent)
+            except OperationFailed as error:
+                progress(f"{error.message}; it is not used")
+                continue
             if manifest.format == _FORMAT:
                 found.append(manifest)
     return found
@@ -144,8 +148,9 @@ def _install(settings: Settings, series: str, progress: Progress) -> Manifest:
     directory = settings.home / "kernels"
     name = package.removeprefix("linux-image-")
     final = directory / name
-    if (final / _MANIFEST).is_file() and _read(final).package == version and _read(final).format == _FORMAT:
-        return _read(final)
+    for manifest in _manifests(directory, progress):
+        if (manifest.version, manifest.package) == (name, version):
+            return manifest
     progress(f"preparing the guest kernel {name}")
     with durable.staging(directory) as staging:
         manifest = _build(staging, deb, name, series, version)

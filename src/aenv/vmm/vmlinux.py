@@ -10,7 +10,6 @@ import lzma
 import struct
 import tempfile
 import zlib
-from pathlib import Path
 
 from aenv.errors import OperationFailed
 from aenv.programs import system_program
@@ -69,9 +68,3 @@ def _filter(name: str, package: str, data: bytes) -> bytes:
             timeout=120,
             stdin=file,
         )
-
-
-def check_file(path: Path) -> None:
-    """``check`` for a file on disk."""
-    with path.open("rb") as file:
-        check(file.read(64))
