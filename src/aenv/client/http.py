@@ -197,7 +197,6 @@ def _reason(error: BaseException) -> str:
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, OSError) and cause.strerror:
-            known = cause.errno is not None and cause.errno > 0
-            return (os.strerror(cause.errno) if known else cause.strerror).lower()
+            return (os.strerror(cause.errno) if cause.errno and cause.errno > 0 else cause.strerror).lower()
         cause = cause.__cause__ or cause.__context__
     return refusals.printable(" ".join(str(error).split())) or type(error).__name__

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -100,7 +101,7 @@ def import_template(
     from aenv.model import MachineShape
     from aenv.templates import imports
     from aenv.vmm.kernel import ensure_kernel
-    from aenv.vmm.qemu import qemu_version
+    from aenv.vmm.qemu import QemuDriver
 
     shape = MachineShape(
         vcpus=cpus or settings.machine.vcpus,
@@ -108,7 +109,8 @@ def import_template(
         disk=disk or settings.machine.disk,
     )
     with progress.shown() as step:
-        kernel = ensure_kernel(settings, qemu_version(), step)
+        driver = asyncio.run(QemuDriver.open(settings.vmm, settings.home))
+        kernel = ensure_kernel(settings, driver.version_numbers, step)
         made = imports.import_template(
             settings,
             source,
