@@ -1,0 +1,126 @@
+//! Handles to kernel interfaces, opened before any user code runs.
+//!
+//! The user of a guest may unmount `/proc`, delete `/dev/null` or the whole root. What the agent
+//! needs to go on serving is therefore opened once, at start.
+
+use rustix::fs::{open, openat, Mode, OFlags, CWD};
+use rustix::process::{getrlimit, setrlimit, Resource, Rlimit};
+use std::fs::File;
+use std::io::{self, Write};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::path::Path;
+
+use crate::sys::read;
+
+const DIRECTORY: OFlags = OFlags::PATH.union(OFlags::DIRECTORY).union(OFlags::CLOEXEC);
+const STATE_LIMIT: u64 = 16 << 20;
+
+#[derive(Debug)]
+pub struct Kernel {
+    /// A procfs that nobody can unmount.
+    pub proc: OwnedFd,
+    null: OwnedFd,
+    /// The devpts instance; its `ptmx` cannot be deleted, unlike `/dev/ptmx`.
+    pts: Option<OwnedFd>,
+    /// Limit of open files that user processes get.
+    pub files: Rlimit,
+    pub guest: Option<Guest>,
+}
+
+/// What exists only inside a VM, where the agent may change the machine.
+#[derive(Debug)]
+pub struct Guest {
+    /// `/dev/random`, for adding entropy.
+    pub random: File,
+    /// Directory of the control group of all user processes.
+    pub cgroup: OwnedFd,
+    /// `cgroup.procs` of that group.
+    pub members: OwnedFd,
+    /// Private directory of the first process: state that survives a crash of the agent.
+    state: OwnedFd,
+}
+
+impl Kernel {
+    /// Opens everything; `guest` tells whether this is the agent of a VM, still in the initramfs.
+    pub fn open(guest: bool) -> io::Result<Kernel> {
+        let files = getrlimit(Resource::Nofile);
+        setrlimit(
+            Resource::Nofile,
+            Rlimit {
+                current: files.maximum,
+                maximum: files.maximum,
+            },
+        )?;
+        Ok(Kernel {
+            proc: open("/proc", DIRECTORY, Mode::empty())?,
+            null: open("/dev/null", OFlags::RDWR | OFlags::CLOEXEC, Mode::empty())?,
+            pts: None,
+            files,
+            guest: if guest { Some(Guest::open()?) } else { None },
+        })
+    }
+
+    /// Opens what lives in the user's root; call after the change of root.
+    pub fn enter(&mut self) {
+        self.pts = open("/dev/pts", DIRECTORY, Mode::empty()).ok();
+    }
+
+    pub fn null(&self) -> io::Result<OwnedFd> {
+        self.null.try_clone()
+    }
+
+    /// A new pseudo-terminal: its master side.
+    pub fn ptmx(&self) -> io::Result<OwnedFd> {
+        let flags = OFlags::RDWR | OFlags::NOCTTY | OFlags::CLOEXEC | OFlags::NONBLOCK;
+        if let Some(pts) = &self.pts {
+            if let Ok(fd) = openat(pts, "ptmx", flags, Mode::empty()) {
+                return Ok(fd);
+            }
+        }
+        Ok(openat(CWD, "/dev/ptmx", flags, Mode::empty())?)
+    }
+
+    pub fn proc(&self) -> BorrowedFd<'_> {
+        self.proc.as_fd()
+    }
+}
+
+impl Guest {
+    fn open() -> io::Result<Guest> {
+        use crate::init::paths::{STATE, USER_CGROUP};
+        let cgroup = open(USER_CGROUP, DIRECTORY, Mode::empty())?;
+        Ok(Guest {
+            random: File::options().read(true).write(true).open("/dev/random")?,
+            members: openat(
+                &cgroup,
+                "cgroup.procs",
+                OFlags::WRONLY | OFlags::CLOEXEC,
+                Mode::empty(),
+            )?,
+            cgroup,
+            state: open(STATE, DIRECTORY, Mode::empty())?,
+        })
+    }
+
+    /// Keeps `state` for the next agent. Atomic: a crash leaves the old or the new one.
+    pub fn save(&self, state: &[u8]) -> io::Result<()> {
+        let flags = OFlags::WRONLY | OFlags::CREATE | OFlags::TRUNC | OFlags::CLOEXEC;
+        let fd = openat(&self.state, "identity.new", flags, Mode::RUSR | Mode::WUSR)?;
+        File::from(fd).write_all(state)?;
+        Ok(rustix::fs::renameat(
+            &self.state,
+            "identity.new",
+            &self.state,
+            "identity",
+        )?)
+    }
+
+    /// What the previous agent saved; `None` if there was none.
+    pub fn load(&self) -> io::Result<Option<Vec<u8>>> {
+        match read::bounded_at(&self.state, Path::new("identity"), STATE_LIMIT) {
+            Ok(state) => Ok(Some(state)),
+            Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(None),
+            Err(e) => Err(e),
+        }
+    }
+}

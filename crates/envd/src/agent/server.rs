@@ -1,0 +1,80 @@
+//! The listener and its connections.
+
+use hyper::server::conn::http1;
+use hyper::service::service_fn;
+use hyper_util::rt::{TokioIo, TokioTimer};
+use rustix::net::sockopt;
+use std::convert::Infallible;
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::Duration;
+use tokio::net::{TcpListener, TcpStream};
+use tokio::sync::Semaphore;
+
+use super::{router, Agent};
+
+/// Connections at once; more wait in the backlog of the kernel.
+const CONNECTION_LIMIT: usize = 2048;
+/// Buffer of a connection, which also bounds the size of request headers, in bytes.
+const BUFFER_SIZE: usize = 64 << 10;
+/// How long a connection may be idle. Longer than any proxy keeps one, so that it is the proxy who
+/// closes and no request meets a closing connection.
+const IDLE_LIMIT: Duration = Duration::from_secs(650);
+
+/// Serves until the agent is told to stop.
+pub async fn serve(agent: Arc<Agent>, address: SocketAddr) -> Result<(), String> {
+    let listener = TcpListener::bind(address)
+        .await
+        .map_err(|e| format!("cannot listen on {address}: {e}"))?;
+    let address = listener
+        .local_addr()
+        .map_err(|e| format!("cannot listen on {address}: {e}"))?;
+    eprintln!("aenv-envd: listening on {address}");
+    let slots = Arc::new(Semaphore::new(CONNECTION_LIMIT));
+    let mut stop = agent.stop.subscribe();
+    loop {
+        let Ok(slot) = slots.clone().acquire_owned().await else {
+            return Ok(());
+        };
+        let accepted = tokio::select! {
+            accepted = listener.accept() => accepted,
+            _ = stop.wait_for(|stop| *stop) => return Ok(()),
+        };
+        let stream = match accepted {
+            Ok((stream, _)) => stream,
+            Err(error) => {
+                // A client that gave up, or no descriptors left for a moment.
+                eprintln!("aenv-envd: cannot accept a connection: {error}");
+                tokio::time::sleep(Duration::from_millis(50)).await;
+                continue;
+            }
+        };
+        configure(&stream);
+        let agent = agent.clone();
+        tokio::spawn(async move {
+            let service = service_fn(|request| {
+                let agent = agent.clone();
+                async move { Ok::<_, Infallible>(router::route(agent, request).await) }
+            });
+            // Errors are those of the client: broken requests are answered, broken connections are not.
+            let _ = http1::Builder::new()
+                .timer(TokioTimer::new())
+                .header_read_timeout(IDLE_LIMIT)
+                .max_buf_size(BUFFER_SIZE)
+                .serve_connection(TokioIo::new(stream), service)
+                .await;
+            drop(slot);
+        });
+    }
+}
+
+/// Connections that came through a snapshot of the machine have no other end any more. Probes find
+/// them, so that streams on them end; failing to set an option only makes that slower.
+fn configure(stream: &TcpStream) {
+    let _ = stream.set_nodelay(true);
+    let _ = sockopt::set_socket_keepalive(stream, true);
+    let _ = sockopt::set_tcp_keepidle(stream, Duration::from_secs(60));
+    let _ = sockopt::set_tcp_keepintvl(stream, Duration::from_secs(10));
+    let _ = sockopt::set_tcp_keepcnt(stream, 3);
+    let _ = sockopt::set_tcp_user_timeout(stream, 120_000);
+}
