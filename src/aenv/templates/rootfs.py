@@ -85,7 +85,8 @@ def open_archive(source: Path) -> Iterator[IO[bytes]]:
             return
         if source.exists() and not source.is_file():
             raise BadRequest(f"{source} is neither a directory nor a file")
-        with source.open("rb") as file:
+        # Unbuffered: another process goes on reading from where the descriptor stands.
+        with source.open("rb", buffering=0) as file:
             magic = file.read(8)
             file.seek(0)
             for start, (name, package), options in _COMPRESSIONS:

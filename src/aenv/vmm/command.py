@@ -90,12 +90,19 @@ def run(
             raise OperationFailed(f"cannot {what}: {Path(argv[0]).name} took longer than {timeout:.0f} s")
         if process.returncode != 0:
             stderr.seek(max(0, stderr.seek(0, os.SEEK_END) - _STDERR_TAIL))
-            said = stderr.read().decode(errors="replace").strip() or f"exit status {process.returncode}"
+            said = _summary(stderr.read().decode(errors="replace")) or f"exit status {process.returncode}"
             if "No space left on device" in said:
                 raise DiskFull(f"cannot {what}: the disk is full ({said})", remedy="free some space, then try again")
             raise OperationFailed(f"cannot {what}: {Path(argv[0]).name}: {said}")
         stdout.seek(0)
         return stdout.read()
+
+
+def _summary(text: str) -> str:
+    """What a program said, in one line; of apt and mmdebstrap, which mark them, the errors alone."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    errors = [line.removeprefix("E: ") for line in lines if line.startswith("E: ")]
+    return "; ".join(errors or lines)
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:

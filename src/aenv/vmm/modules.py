@@ -88,11 +88,14 @@ def early(directory: Path) -> list[tuple[str, bytes]]:
 
 def _unpacked(path: Path) -> bytes:
     data = path.read_bytes()
-    if path.suffix == ".xz":
-        data = lzma.decompress(data)
-    elif path.suffix == ".gz":
-        data = zlib.decompress(data, 31)
-    elif path.suffix == ".zst":
+    try:
+        if path.suffix == ".xz":
+            data = lzma.decompress(data)
+        elif path.suffix == ".gz":
+            data = zlib.decompress(data, 31)
+    except (lzma.LZMAError, zlib.error) as error:
+        raise OperationFailed(f"the kernel module {path.name} is damaged: {error}") from error
+    if path.suffix == ".zst":
         with path.open("rb") as file:
             data = command.run([system_program("zstd", "zstd"), "-dc"], f"unpack {path.name}", timeout=60, stdin=file)
     if not data.startswith(b"\x7fELF"):

@@ -24,19 +24,27 @@ _GZIP = b"\x1f\x8b\x08"
 def extract(bzimage: bytes) -> bytes:
     """The uncompressed kernel; OperationFailed if ``bzimage`` is not one, or holds no x86-64 ELF file."""
     payload = _payload(bzimage)
-    if payload.startswith(_XZ):
-        kernel = lzma.LZMADecompressor(lzma.FORMAT_XZ).decompress(payload)
-    elif payload.startswith(_GZIP):
-        kernel = zlib.decompressobj(31).decompress(payload)
-    elif payload.startswith(_LZ4_LEGACY):
-        # The last four bytes are the size of the kernel, which lz4 would take for another block.
-        kernel = _filter("lz4", "lz4", payload[:-4])
-    elif payload.startswith(_ZSTD):
-        kernel = _filter("zstd", "zstd", payload[:-4])
-    else:
-        raise OperationFailed(f"the kernel is compressed in an unknown way (it starts with {payload[:6].hex()})")
+    try:
+        kernel = _decompress(payload)
+    except (lzma.LZMAError, zlib.error) as error:
+        raise OperationFailed(f"the kernel is damaged: {error}") from error
+    if struct.unpack("<I", payload[-4:])[0] != len(kernel):
+        raise OperationFailed("the kernel is damaged: it has another size than it says")
     check(kernel[:64])
     return kernel
+
+
+def _decompress(payload: bytes) -> bytes:
+    # All of them end with the size of the kernel in four bytes: gzip by its own format, the others by that of Linux.
+    if payload.startswith(_XZ):
+        return lzma.LZMADecompressor(lzma.FORMAT_XZ).decompress(payload)
+    if payload.startswith(_GZIP):
+        return zlib.decompressobj(31).decompress(payload)
+    if payload.startswith(_LZ4_LEGACY):
+        return _filter("lz4", "lz4", payload[:-4])
+    if payload.startswith(_ZSTD):
+        return _filter("zstd", "zstd", payload[:-4])
+    raise OperationFailed(f"the kernel is compressed in an unknown way (it starts with {payload[:6].hex()})")
 
 
 def check(header: bytes) -> None:

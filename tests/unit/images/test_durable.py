@@ -1,0 +1,107 @@
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+from pathlib import Path
+
+import pytest
+
+from aenv.errors import DiskFull
+from aenv.vmm import durable
+
+
+def test_a_staging_directory_is_private_and_goes(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError), durable.staging(tmp_path) as directory:
+        assert directory.stat().st_mode & 0o777 == 0o700
+        (directory / "deep").mkdir()
+        raise RuntimeError
+    assert [path.name for path in tmp_path.iterdir()] == [".lock"]
+
+
+def test_a_published_directory_stays(tmp_path: Path) -> None:
+    with durable.staging(tmp_path) as directory:
+        (directory / "file").write_text("content")
+        durable.publish(directory, tmp_path / "final")
+    assert (tmp_path / "final/file").read_text() == "content"
+    assert not list(tmp_path.glob(".staging-*"))
+
+
+def test_what_a_killed_process_leaves_is_swept_and_what_a_live_one_has_is_not(tmp_path: Path) -> None:
+    script = textwrap.dedent(
+        """
+        import sys
+        from pathlib import Path
+        from aenv.vmm import durable
+        with durable.staging(Path(sys.argv[1])) as directory:
+            (directory / "half").write_text("x")
+            print(directory, flush=True)
+            sys.stdin.read()
+        """
+    )
+    other = subprocess.Popen(
+        [sys.executable, "-c", script, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    with other:
+        assert other.stdout is not None
+        half = Path(other.stdout.readline().strip())
+        with durable.staging(tmp_path):
+            assert (half / "half").exists()
+        other.send_signal(signal.SIGKILL)
+        other.wait()
+        assert half.exists()
+        with durable.staging(tmp_path):
+            assert not half.exists()
+
+
+def test_a_full_disk_is_told_as_such(tmp_path: Path) -> None:
+    with pytest.raises(DiskFull, match=str(tmp_path)), durable.staging(tmp_path):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_a_lock_excludes_threads_too(tmp_path: Path) -> None:
+    waited = threading.Event()
+    got = threading.Event()
+
+    def other() -> None:
+        with durable.lock(tmp_path / "lock", waited.set):
+            got.set()
+
+    thread = threading.Thread(target=other)
+    with durable.lock(tmp_path / "lock"):
+        thread.start()
+        assert waited.wait(10)
+        assert not got.is_set()
+    assert got.wait(10)
+    thread.join()
+
+
+def test_write_replaces_and_leaves_nothing_else(tmp_path: Path) -> None:
+    durable.write(tmp_path / "file", b"one")
+    durable.write(tmp_path / "file", b"two", mode=0o600)
+    assert (tmp_path / "file").read_bytes() == b"two"
+    assert (tmp_path / "file").stat().st_mode & 0o777 == 0o600
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_a_tree_with_a_mount_is_not_removed(tmp_path: Path) -> None:
+    script = textwrap.dedent(
+        f"""
+        set -e
+        mkdir -p {tmp_path}/tree/mnt {tmp_path}/precious
+        touch {tmp_path}/precious/file
+        mount --bind {tmp_path}/precious {tmp_path}/tree/mnt
+        {sys.executable} -c "
+        from pathlib import Path
+        from aenv.vmm import durable
+        durable.remove_tree(Path('{tmp_path}/tree'))
+        "
+        """
+    ).replace("\n        ", "\n")
+    done = subprocess.run(["unshare", "--mount", "sh", "-c", script], capture_output=True, text=True, check=False)
+    assert "is mounted in it" in done.stderr
+    assert (tmp_path / "precious/file").exists()
