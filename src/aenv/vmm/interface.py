@@ -90,7 +90,8 @@ class Machine(Protocol):
         """Ask the guest to power off, and kill the VMM if it has not within ``timeout`` seconds."""
 
     async def kill(self) -> None:
-        """End the VMM process at once and wait until it is reaped. Idempotent."""
+        """End the VMM process at once and wait until it has ended. Idempotent. A child of this program is reaped then;
+        the child of another is reaped by whoever inherited it."""
 
     async def wait(self) -> Exit:
         """Return when the VMM process has ended, for whatever reason; noticed through a pidfd, without polling.
@@ -100,7 +101,8 @@ class Machine(Protocol):
         """The last ``limit`` bytes of the guest's console, undecodable bytes replaced; empty if there is none."""
 
     async def close(self) -> None:
-        """Let go of the machine without touching it: it runs on and can be adopted again."""
+        """Let go of the machine without touching it: it runs on and can be adopted again. Whoever waits for its end is
+        cancelled; the object is of no more use."""
 
 
 class Driver(Protocol):

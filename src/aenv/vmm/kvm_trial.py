@@ -1,8 +1,8 @@
 """Runs a loop of 200,000 rounds in a KVM guest, in real mode and in long mode, and prints how long it took.
 
 Started by ``probe.py`` as a program of its own, so that a KVM that hangs or crashes takes nobody with it. Prints one
-JSON object: ``{"api", "missing", "real", "long"}`` with milliseconds, or ``{"error"}``; ``long`` is absent when ``real`` is
-already hopeless. Uses the standard library only. Interface: Documentation/virt/kvm/api.rst of Linux.
+JSON object: ``{"api", "missing", "real", "long"}`` with milliseconds, or ``{"error"}``. ``long`` is absent when
+``real`` is hopeless already. Uses the standard library only. Interface: Documentation/virt/kvm/api.rst of Linux.
 """
 
 from __future__ import annotations

@@ -18,6 +18,7 @@ import fcntl
 import os
 
 _PIDFD_GETFD = 438  # the same number on every architecture
+_SEALS = fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -34,22 +35,23 @@ class Output:
         fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(fd, size)
-            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL)
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
             return cls(fd)
         except BaseException:
             os.close(fd)
             raise
 
     @classmethod
-    def adopt(cls, pidfd: int, number: int) -> Output | None:
-        """The one that is file descriptor ``number`` of a running process; None if that cannot be had (the process
-        is gone, this program may not look into it, or the file is not ours)."""
+    def adopt(cls, pidfd: int, number: int, size: int) -> Output | None:
+        """The one of ``size`` bytes that is file descriptor ``number`` of a running process. None if that cannot be
+        had: the process is gone, this program may not look into it, or the descriptor is not what it was."""
         fd = _libc.syscall(_PIDFD_GETFD, pidfd, number, 0)
         if fd < 0:
             return None
         try:
-            if not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_GROW:
-                raise OSError("not sealed")
+            # The process may have been taken over and have put anything there.
+            if fcntl.fcntl(fd, fcntl.F_GET_SEALS) != _SEALS or os.fstat(fd).st_size != size:
+                raise OSError("not what create made")
             return cls(fd)
         except OSError:
             os.close(fd)

@@ -143,13 +143,14 @@ class Process:
         """Start a process; it has begun to execute its program when this returns. VmmFailed says why it could not."""
         work = asyncio.ensure_future(_in_thread(lambda: _start(launch)))
         try:
-            pid, console, messages = await asyncio.shield(work)
+            return _take(*await asyncio.shield(work))
         except asyncio.CancelledError:
             # The thread cannot be stopped; what it starts must not stay behind.
-            pid, console, messages = await work
-            await _take(pid, console, messages).kill()
+            with contextlib.suppress(VmmFailed):
+                process = _take(*await work)
+                await process.kill()
+                process.close()
             raise
-        return _take(pid, console, messages)
 
     @classmethod
     def adopt(cls, identity: Identity) -> Process | None:
@@ -164,7 +165,7 @@ class Process:
         if start_time(identity.pid) != identity.start_time:
             os.close(pidfd)
             return None
-        process = cls(identity, pidfd, Output.adopt(pidfd, 1), Output.adopt(pidfd, 2))
+        process = cls(identity, pidfd, Output.adopt(pidfd, 1, CONSOLE_SIZE), Output.adopt(pidfd, 2, MESSAGES_SIZE))
         if _is_over(pidfd):
             process._ended()
             process.close()
@@ -174,6 +175,10 @@ class Process:
     @property
     def exited(self) -> bool:
         return self._exit.done()
+
+    def on_exit(self, call: Callable[[], None]) -> None:
+        """Have something called when it has ended, before those wake up who began to wait later."""
+        self._exit.add_done_callback(lambda exit: None if exit.cancelled() else call())
 
     async def wait(self) -> int | None:
         """Wait for its end: exit status, negative for a signal, None if it was not our child. For any number of

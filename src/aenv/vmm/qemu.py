@@ -14,7 +14,7 @@ import os
 import re
 import socket
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from aenv.config import VmmSettings
 from aenv.errors import SetupError, VmmFailed
@@ -24,7 +24,7 @@ from aenv.vmm.interface import BootConfig, Exit, Machine, MachineRecord
 from aenv.vmm.probe import Acceleration, choose
 from aenv.vmm.process import Account, Identity, Launch, Process, account
 from aenv.vmm.qemu_command import Resources, arguments, check, kernel_command_line
-from aenv.vmm.qmp import Qmp
+from aenv.vmm.qmp import COMMAND_TIMEOUT, GREETING_TIMEOUT, Qmp
 from aenv.vmm.tsc import tsc_khz
 
 NAME = "qemu"
@@ -40,7 +40,7 @@ class QemuMachine:
         self._process = process
         self._qmp: Qmp | None = None
         self._lock = asyncio.Lock()
-        self._tidy = asyncio.get_running_loop().create_task(self._clean_up())
+        process.on_exit(lambda: (record.directory / MONITOR).unlink(missing_ok=True))
 
     @property
     def record(self) -> MachineRecord:
@@ -49,29 +49,30 @@ class QemuMachine:
     async def status(self) -> Literal["running", "paused", "gone"]:
         async with self._lock:
             try:
-                answer = await (await self._monitor()).execute("query-status")
+                answer = await self._execute("query-status")
             except VmmFailed:
                 # It may have ended before the question, or because of what it was about to answer.
                 if not self._process.exited:
                     raise
                 return "gone"
+            if not isinstance(answer, dict) or not isinstance(answer.get("running"), bool):
+                raise VmmFailed(f"query-status: QEMU answered nonsense: {str(answer)[:200]}")
             return "running" if answer["running"] else "paused"
 
     async def pause(self) -> None:
         async with self._lock:
-            await (await self._monitor()).execute("stop")
+            await self._execute("stop")
 
     async def resume(self) -> None:
         async with self._lock:
-            await (await self._monitor()).execute("cont")
+            await self._execute("cont")
 
     async def shutdown(self, timeout: float) -> None:
         try:
             async with asyncio.timeout(timeout):
                 async with self._lock:
-                    monitor = await self._monitor()
-                    await monitor.execute("cont")  # a guest that stands still cannot power off
-                    await monitor.execute("system_powerdown")
+                    await self._execute("cont")  # a guest that stands still cannot power off
+                    await self._execute("system_powerdown")
                 await self._process.wait()
         except (TimeoutError, VmmFailed):
             await self.kill()
@@ -79,7 +80,6 @@ class QemuMachine:
     async def kill(self) -> None:
         # Not under the lock: whoever holds it may be waiting for a QEMU that hangs.
         await self._process.kill()
-        await asyncio.wait([self._tidy])
 
     async def wait(self) -> Exit:
         return Exit(await self._process.wait())
@@ -88,26 +88,24 @@ class QemuMachine:
         return self._process.console(limit)
 
     async def close(self) -> None:
-        self._tidy.cancel()
-        await asyncio.wait([self._tidy])
         if self._qmp is not None:
             await self._qmp.close()
         self._process.close()
 
-    async def connect(self) -> None:
-        """Wait until QEMU has built its machine and answers."""
-        await self._monitor()
-
-    async def _monitor(self) -> Qmp:
+    async def connect(self, timeout: float) -> Qmp:
+        """The connection to the monitor; made if there is none yet, or none any more."""
         if self._process.exited:
             raise VmmFailed(f"the virtual machine of {self._record.directory} has ended")
         if self._qmp is None or self._qmp.broken:
-            self._qmp = await Qmp.connect(self._record.directory / MONITOR)
+            self._qmp = await Qmp.connect(self._record.directory / MONITOR, timeout=timeout)
         return self._qmp
 
-    async def _clean_up(self) -> None:
-        await self._process.wait()
-        (self._record.directory / MONITOR).unlink(missing_ok=True)
+    def messages(self) -> str:
+        """What QEMU itself had to say."""
+        return self._process.messages().strip()
+
+    async def _execute(self, command: str) -> Any:
+        return await (await self.connect(COMMAND_TIMEOUT)).execute(command)
 
 
 class QemuDriver:
@@ -178,20 +176,19 @@ class QemuDriver:
                         file_limit=max((size for _, size in disks), default=0) + (64 << 20),
                     )
                 )
-                machine = self._machine(process, config.directory)
+                machine = QemuMachine(self._record(process.identity, config.directory), process)
                 # Ours must be closed before we connect: when QEMU dies, the connection has to break.
                 listener.close()
-                await machine.connect()
+                await machine.connect(GREETING_TIMEOUT)
                 return machine
             except BaseException as error:
                 if machine is None:
                     monitor.unlink(missing_ok=True)
                     raise
-                died = machine._process.exited or isinstance(error, VmmFailed)
                 await asyncio.shield(machine.kill())
-                said = machine._process.messages().strip()
+                said = machine.messages()
                 await machine.close()
-                if isinstance(error, VmmFailed) and died:
+                if isinstance(error, VmmFailed):
                     raise VmmFailed(f"QEMU did not start {config.name}: {said or error}") from error
                 raise
 
@@ -202,9 +199,6 @@ class QemuDriver:
                 (record.directory / MONITOR).unlink(missing_ok=True)
             return None
         return QemuMachine(record, process)
-
-    def _machine(self, process: Process, directory: Path) -> QemuMachine:
-        return QemuMachine(self._record(process.identity, directory), process)
 
     def _record(self, identity: Identity, directory: Path) -> MachineRecord:
         return MachineRecord(

@@ -17,6 +17,7 @@ import msgspec
 from aenv.errors import VmmFailed
 
 LINE_LIMIT = 1 << 20  # bytes; the longest answer this program asks for has a few thousand
+EVENT_LIMIT = 1000  # a second; QEMU itself limits most kinds to one a second
 GREETING_TIMEOUT = 30.0  # seconds from connection to greeting: QEMU builds the whole machine before it answers
 COMMAND_TIMEOUT = 10.0  # seconds
 
@@ -34,6 +35,8 @@ class Qmp:
         self._waiting: dict[int, tuple[str, asyncio.Future[Message]]] = {}
         self._next = 0
         self._sending = asyncio.Lock()
+        self._events = 0
+        self._events_since = 0.0
         self._broken: str | None = None  # why it is of no more use
         self._reader = self._loop.create_task(self._read())
 
@@ -42,10 +45,11 @@ class Qmp:
         cls,
         path: Path,
         *,
-        timeout: float = GREETING_TIMEOUT,
+        timeout: float | None = None,
         on_event: Callable[[str, Message], None] | None = None,
     ) -> Qmp:
-        """Connect and negotiate. ``timeout`` covers all of it."""
+        """Connect and negotiate, within ``timeout`` seconds or GREETING_TIMEOUT each."""
+        timeout = GREETING_TIMEOUT if timeout is None else timeout
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
         try:
             await asyncio.wait_for(asyncio.get_running_loop().sock_connect(sock, str(path)), timeout)
@@ -72,10 +76,12 @@ class Qmp:
         return self._broken is not None
 
     async def execute(
-        self, command: str, *, timeout: float = COMMAND_TIMEOUT, fds: Sequence[int] = (), **arguments: object
+        self, command: str, *, timeout: float | None = None, fds: Sequence[int] = (), **arguments: object
     ) -> Any:
-        """Run a command and return what it returns. ``fds`` travel with it (``getfd``, ``add-fd``); underscores in
-        the names of arguments stand for dashes. Raises VmmFailed when QEMU refuses, hangs or is gone."""
+        """Run a command and return what it returns, within ``timeout`` seconds or COMMAND_TIMEOUT. ``fds`` travel with
+        it (``getfd``, ``add-fd``); underscores in the names of arguments stand for dashes. Raises VmmFailed when QEMU
+        refuses, hangs or is gone."""
+        timeout = COMMAND_TIMEOUT if timeout is None else timeout
         if self._broken is not None:
             raise VmmFailed(f"{command}: {self._broken}")
         number, self._next = self._next, self._next + 1
@@ -94,7 +100,8 @@ class Qmp:
             raise VmmFailed(f"{command}: the monitor is gone ({error})") from error
         finally:
             self._waiting.pop(number, None)
-            answer.cancel()
+            if answer.done() and not answer.cancelled():
+                answer.exception()  # seen, even if sending failed first
         if "error" in message:
             refusal = message["error"]
             cause = refusal.get("desc") if isinstance(refusal, dict) else refusal
@@ -107,6 +114,8 @@ class Qmp:
 
     async def _send(self, data: bytes, fds: Sequence[int]) -> None:
         async with self._sending:
+            if self._broken is not None:
+                raise OSError(self._broken)
             try:
                 if fds:
                     # Descriptors travel with the first byte; what is left is ordinary data.
@@ -148,12 +157,16 @@ class Qmp:
             self._fail(f"the monitor is gone ({error})")
         except (msgspec.MsgspecError, ValueError, RecursionError) as error:
             self._fail(f"QEMU sent what is not QMP: {error}")
+        except Exception as error:
+            self._fail(f"an event could not be handled: {error!r}")
+            raise
         finally:
             self._socket.close()
 
     def _take(self, line: bytes) -> None:
         message = msgspec.json.decode(line, type=dict[str, Any])
         if "event" in message:
+            self._count_event()
             if self._on_event is not None:
                 self._on_event(str(message["event"]), message)
         elif "QMP" in message:
@@ -167,6 +180,14 @@ class Qmp:
                 answer.set_result(message)
         else:
             raise ValueError(f"neither answer nor event: {line[:80]!r}")
+
+    def _count_event(self) -> None:
+        now = self._loop.time()
+        if now - self._events_since > 1.0:
+            self._events_since, self._events = now, 0
+        self._events += 1
+        if self._events > EVENT_LIMIT:
+            raise ValueError(f"more than {EVENT_LIMIT} events in a second")
 
     def _fail(self, cause: str) -> None:
         """The connection is of no more use: tell everybody who waits."""
