@@ -38,7 +38,7 @@ def build_programs(root: Path) -> list[Path]:
     return copies
 
 
-class ProgramsHook(BuildHookInterface):  # type: ignore[misc]
+class ProgramsHook(BuildHookInterface[Any]):
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         build_programs(Path(self.root))
         build_data["pure_python"] = False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import uuid
+from typing import Any
 
 import pytest
 from e2b import (
@@ -149,7 +150,7 @@ def test_large_files_arrive_whole(sandbox: Sandbox) -> None:
 
 
 def test_several_files_at_once(sandbox: Sandbox) -> None:
-    entries = [{"path": f"/tmp/many/{number}/f.txt", "data": str(number)} for number in range(5)]
+    entries: Any = [{"path": f"/tmp/many/{number}/f.txt", "data": str(number)} for number in range(5)]
     written = sandbox.files.write_files(entries)
     assert [entry.path for entry in written] == [entry["path"] for entry in entries]
     assert sandbox.files.read("/tmp/many/3/f.txt") == "3"
