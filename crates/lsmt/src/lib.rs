@@ -3,14 +3,19 @@
 
 pub mod blob;
 pub mod cache;
+pub mod commit;
 pub mod entry;
 pub mod error;
+pub mod extents;
 pub mod header;
 pub mod index;
 pub mod layer;
 pub mod merge;
+pub mod pair;
 pub mod source;
+pub mod sparse;
 pub mod stack;
+mod tail;
 pub mod tar;
 pub mod trace;
 pub mod warp;

@@ -2,5 +2,7 @@
 
 mod support;
 
+mod commit;
+mod pair;
 mod read;
 mod zfile;

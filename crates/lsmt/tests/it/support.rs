@@ -143,6 +143,9 @@ pub fn flat(virtual_size: u64, ops: &[Op]) -> Vec<u8> {
 #[track_caller]
 pub fn assert_same(found: &[u8], expected: &[u8], what: &str) {
     assert_eq!(found.len(), expected.len(), "{what}: length");
+    if found == expected {
+        return;
+    }
     if let Some(at) = (0..found.len()).find(|i| found[*i] != expected[*i]) {
         let end = (at + 16).min(found.len());
         panic!(
