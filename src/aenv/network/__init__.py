@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from aenv.network.diagnose import Finding, diagnose
 from aenv.network.slots import Network, Slot
 
-__all__ = ["Network", "Slot"]
+__all__ = ["Finding", "Network", "Slot", "diagnose"]

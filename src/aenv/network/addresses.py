@@ -8,6 +8,7 @@ so a snapshot taken behind one slot runs behind any other, ARP cache included). 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from ipaddress import IPv4Address, IPv4Network
 
 import msgspec
@@ -25,6 +26,7 @@ UPLINK = "uplink"
 MAX_SLOTS = 1 << 15
 """Slots of one machine, whatever the size of the subnet; a link's name and MAC address have room for more."""
 
+_USABLE = tuple(map(IPv4Network, ("10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "100.64.0.0/10")))
 _LINK = re.compile(r"aenv(0|[1-9][0-9]{0,5})")
 _TAG = re.compile(r"[0-9a-f]{8}")
 
@@ -43,10 +45,10 @@ class Subnet(msgspec.Struct, frozen=True):
             raise SetupError(
                 f"[network] subnet {text!r} is not an IPv4 network: {error}", remedy="write it as 10.11.0.0/16"
             ) from error
-        if network.prefixlen > 31 or not network.is_private or network.is_loopback or network.is_link_local:
+        if network.prefixlen > 31 or not any(map(network.subnet_of, _USABLE)):
             raise SetupError(
                 f"[network] subnet {text!r} must be a private range of at least two addresses",
-                remedy="take an unused part of 10.0.0.0/8, 172.16.0.0/12, 192.168.0.0/16",
+                remedy=f"take an unused part of {', '.join(map(str, _USABLE))}",
             )
         return cls(network)
 
@@ -72,6 +74,18 @@ class Subnet(msgspec.Struct, frozen=True):
 
     def __contains__(self, address: str) -> bool:
         return IPv4Address(address) in self.network
+
+
+def resolvers(addresses: Iterable[str]) -> tuple[str, ...]:
+    """The guests' name servers, checked. Raises SetupError for anything that is not an IPv4 address."""
+    for address in addresses:
+        try:
+            IPv4Address(address)
+        except ValueError as error:
+            raise SetupError(
+                f"[network] dns {address!r} is not an IPv4 address: {error}", remedy='write it as dns = ["1.1.1.1"]'
+            ) from error
+    return tuple(addresses)
 
 
 def link_name(index: int) -> str:

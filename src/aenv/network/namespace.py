@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import ctypes
 import os
-import queue
-import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
@@ -25,10 +23,6 @@ _UMOUNT_NOFOLLOW = 8
 _libc = ctypes.CDLL(None, use_errno=True)
 
 T = TypeVar("T")
-
-
-class LostThread(Exception):
-    """The calling thread could not return to its own namespace and must not run anything else."""
 
 
 def _check(result: int, what: str) -> None:
@@ -53,10 +47,7 @@ def _returning() -> Iterator[None]:
         try:
             yield
         finally:
-            try:
-                _setns(home)
-            except OSError as error:
-                raise LostThread(str(error)) from error
+            _setns(home)
     finally:
         os.close(home)
 
@@ -92,7 +83,7 @@ def pin(path: Path) -> None:
     try:
         _mount(Path("/proc/thread-self/ns/net"), path, _MS_BIND)
     except OSError:
-        path.unlink()
+        unpin(path)
         raise
 
 
@@ -136,75 +127,29 @@ def _mount(source: Path | None, target: Path, flags: int) -> None:
 
 
 class Threads:
-    """A few threads that may enter namespaces. One that could not come back is replaced, never reused.
-
-    They start on first use, in the namespace of the thread that makes this object.
-    """
+    """A few threads that may enter namespaces. Every job starts in the namespace of the thread that made this object,
+    so one that could not come back from elsewhere leads no later job astray."""
 
     def __init__(self, count: int, name: str) -> None:
-        self._name = name
-        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._lock = threading.Lock()
-        self._threads: set[threading.Thread] = set()
-        self._closed = False
         self._home = open_own()
-        self._count = count
+        self._executor = ThreadPoolExecutor(count, name)
 
     def submit(self, function: Callable[[], T]) -> Future[T]:
         """Run ``function`` on one of the threads."""
-        future: Future[T] = Future()
 
-        def job() -> None:
-            if not future.set_running_or_notify_cancel():
-                return
-            try:
-                result = function()
-            except BaseException as error:
-                future.set_exception(error)
-                if isinstance(error, LostThread):
-                    raise
-            else:
-                future.set_result(result)
+        def job() -> T:
+            _setns(self._home)
+            return function()
 
-        with self._lock:
-            if self._closed:
-                raise RuntimeError("closed")
-            self._jobs.put(job)
-            if len(self._threads) < self._count:
-                self._start()
-        return future
+        return self._executor.submit(job)
 
     def call(self, function: Callable[[], T]) -> T:
-        """Run ``function`` and wait for it."""
+        """Run ``function`` on one of the threads and wait for it."""
         return self.submit(function).result()
 
     def close(self) -> None:
         """Finish what was submitted and end the threads. Idempotent."""
-        with self._lock:
-            threads = tuple(self._threads)
-            if not self._closed:
-                self._closed = True
-                for _ in threads:
-                    self._jobs.put(None)
-        for thread in threads:
-            thread.join()
-        with self._lock:
-            if self._home >= 0:
-                os.close(self._home)
-                self._home = -1
-
-    def _start(self) -> None:
-        thread = threading.Thread(target=self._work, name=self._name, daemon=True)
-        self._threads.add(thread)
-        thread.start()
-
-    def _work(self) -> None:
-        _setns(self._home)
-        try:
-            while (job := self._jobs.get()) is not None:
-                job()
-        except LostThread:
-            with self._lock:
-                self._threads.discard(threading.current_thread())
-                if not self._closed:
-                    self._start()
+        self._executor.shutdown()
+        if self._home >= 0:
+            os.close(self._home)
+            self._home = -1

@@ -30,7 +30,7 @@ from aenv.errors import AenvError, Conflict, OperationFailed, SetupError, Unavai
 from aenv.network import addresses, host, links, namespace, rules
 from aenv.network.addresses import Subnet
 from aenv.network.links import HostLink
-from aenv.network.namespace import LostThread, Threads
+from aenv.network.namespace import Threads
 from aenv.network.nft import Nftables
 from aenv.network.rtnetlink import Rtnetlink
 
@@ -69,7 +69,8 @@ class Network:
 
     def __init__(self, settings: Settings) -> None:
         self._subnet = Subnet.parse(settings.network.subnet)
-        self._resolvers = settings.network.dns
+        resolvers = addresses.resolvers(settings.network.dns)
+        self._rules = rules.sandbox_table(self._subnet.network, resolvers)
         self._tag = settings.tag
         self._group = addresses.link_group(settings.tag)
         self._directory = settings.run / "netns"
@@ -109,15 +110,15 @@ class Network:
             return presence, mtu
 
         with _explained("prepare the network of this machine", SetupError):
-            self._presence, self._mtu = await self._run(prepare)
-        self._nftables = nftables
+            presence, mtu = await self._run(prepare, undo=lambda result: result[0].close())
+        self._presence, self._mtu, self._nftables = presence, mtu, nftables
         self._probe = self._opener.call(Rtnetlink)
 
     async def create(self) -> Slot:
         """Make a slot. Raises Unavailable when every number is taken, OperationFailed for anything else; nothing of it
         is left then."""
         with _explained("create a network slot"):
-            return await self._run(self._build, undo=self._demolish)
+            return await self._run(self._build, undo=self._discard)
 
     async def adopt(self, index: int) -> Slot | None:
         """Take over a slot that an earlier process of this home made. None if it is gone or incomplete; ``reap`` or
@@ -165,7 +166,7 @@ class Network:
         def survey() -> set[int]:
             with Rtnetlink() as connection:
                 found = {link.index for link in links.host_links(connection) if self._owns(link)}
-            return found | {int(path.name) for path in self._directory.iterdir() if path.name.isdecimal()}
+            return found | {index for path in self._directory.iterdir() if (index := _number(path)) is not None}
 
         with _explained("look for network slots left behind"):
             found = await self._run(survey)
@@ -222,21 +223,22 @@ class Network:
     # What follows runs on threads.
 
     def _build(self) -> Slot:
-        with Rtnetlink() as outer, namespace.fresh() as descriptor:
-            host.inner_settings()
-            index = self._claim(outer, descriptor)
+        index: int | None = None
+        with Rtnetlink() as outer:
             try:
-                links.configure(outer, index, addresses.link_alias(self._tag), self._subnet.host(index))
-                links.make_tap()
-                with Rtnetlink() as inner:
-                    links.furnish(inner, self._subnet.peer(index), self._subnet.host(index), self._mtu)
-                self._filter.run(rules.sandbox_table(self._subnet.network, self._resolvers))
-                # Last, so that whatever is pinned is complete.
-                namespace.pin(self._path(index))
+                with namespace.fresh() as descriptor:
+                    host.inner_settings()
+                    index = self._claim(outer, descriptor)
+                    links.configure(outer, index, addresses.link_alias(self._tag), self._subnet.host(index))
+                    links.make_tap()
+                    with Rtnetlink() as inner:
+                        links.furnish(inner, self._subnet.peer(index), self._subnet.host(index), self._mtu)
+                    self._filter.run(self._rules)
+                    # Last, so that whatever is pinned is complete.
+                    namespace.pin(self._path(index))
             except BaseException:
-                namespace.unpin(self._path(index))
-                self._cut(outer, index)
-                self._held.discard(index)
+                if index is not None:
+                    self._demolish(outer, index)
                 raise
         return self._slot(index, self._mtu)
 
@@ -268,11 +270,14 @@ class Network:
             remedy="end some sandboxes, or give [network] subnet a larger range",
         )
 
-    def _demolish(self, slot: Slot) -> None:
-        namespace.unpin(self._path(slot.index))
-        with Rtnetlink() as connection:
-            self._cut(connection, slot.index)
-        self._held.discard(slot.index)
+    def _discard(self, slot: Slot) -> None:
+        with Rtnetlink() as outer:
+            self._demolish(outer, slot.index)
+
+    def _demolish(self, outer: Rtnetlink, index: int) -> None:
+        namespace.unpin(self._path(index))
+        self._cut(outer, index)
+        self._held.discard(index)
 
     async def _destroy(self, index: int) -> None:
         name = addresses.link_name(index)
@@ -301,13 +306,14 @@ class Network:
             links.delete(connection, link)
 
     def _dismantle(self, presence: host.Presence) -> None:
+        alone = presence.leave()
         with Rtnetlink() as connection:
             remaining = links.host_links(connection)
-            if not any(map(self._owns, remaining)) and not any(self._directory.iterdir()):
-                namespace.umount(self._directory)
-                self._directory.rmdir()
-            if presence.leave() and not remaining:
-                host.dismantle(self._filter)
+        if not any(map(self._owns, remaining)) and not any(self._directory.iterdir()):
+            namespace.umount(self._directory)
+            self._directory.rmdir()
+        if alone and not remaining:
+            host.dismantle(self._filter)
 
     def _inside(self, slot: Slot, function: Callable[[], T]) -> T:
         with namespace.inside(self._path(slot.index)):
@@ -316,7 +322,7 @@ class Network:
     # Plain helpers.
 
     def _owns(self, link: HostLink) -> bool:
-        return link.group == self._group and link.alias in (None, addresses.link_alias(self._tag))
+        return link.group == self._group and link.alias in ("", addresses.link_alias(self._tag))
 
     def _path(self, index: int) -> Path:
         return self._directory / str(index)
@@ -355,9 +361,14 @@ class Network:
     async def _undo(self, future: asyncio.Future[T], undo: Callable[[T], None]) -> None:
         try:
             result = await future
-        except (AenvError, OSError, LostThread):
+        except (AenvError, OSError):
             return
         await self._run(lambda: undo(result))
+
+
+def _number(path: Path) -> int | None:
+    """The slot a file of the directory of namespaces belongs to."""
+    return addresses.link_index(f"aenv{path.name}")
 
 
 @contextmanager
@@ -365,5 +376,5 @@ def _explained(operation: str, kind: type[AenvError] = OperationFailed) -> Itera
     """Turn what the kernel says into an error of ours that names the operation."""
     try:
         yield
-    except (OSError, LostThread) as error:
+    except OSError as error:
         raise kind(f"cannot {operation}: {error}") from error
