@@ -40,7 +40,8 @@ def build_programs(root: Path) -> list[Path]:
 
 class ProgramsHook(BuildHookInterface[Any]):
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        build_programs(Path(self.root))
+        if version != "editable":  # a checkout builds them by itself, whenever they change
+            build_programs(Path(self.root))
         build_data["pure_python"] = False
         build_data["tag"] = "py3-none-linux_x86_64"
 

@@ -70,8 +70,8 @@ if [ "$(cat .venv/.aenv-lock 2>/dev/null)" != "$lock" ]; then
     say "creating the virtual environment .venv"
     [ -x .venv/bin/python ] || "$python" -m venv .venv
     .venv/bin/pip install --quiet --disable-pip-version-check --require-hashes -r requirements.lock
-    say "compiling the Rust programs and installing the package"
     .venv/bin/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
     echo "$lock" > .venv/.aenv-lock
 fi
+say "compiling the Rust programs, as far as they changed"
 .venv/bin/python hatch_build.py >/dev/null
