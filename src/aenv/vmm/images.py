@@ -18,6 +18,7 @@ from aenv.errors import VmmFailed
 from aenv.vmm.interface import Disk
 
 CHAIN_LIMIT = 64  # images; more is a loop
+SIZE_LIMIT = 1 << 62  # bytes; what a header says may be anything
 
 _MAGIC = 0x514649FB
 _BACKING_FORMAT = 0xE2792ACA
@@ -45,6 +46,8 @@ class DescriptorSets:
             fd = os.open(path, flags | os.O_CLOEXEC | os.O_NOCTTY | os.O_NONBLOCK)
         except OSError as error:
             raise VmmFailed(f"cannot open the {what} {path}: {error.strerror}") from error
+        except ValueError as error:  # a zero byte
+            raise VmmFailed(f"cannot open the {what} {str(path)!r}: {error}") from error
         self._stack.callback(os.close, fd)
         mode = os.fstat(fd).st_mode
         if not stat.S_ISREG(mode) and not stat.S_ISBLK(mode):
@@ -85,8 +88,8 @@ def _node(
     size = os.lseek(fd, 0, os.SEEK_END)
     if format == "qcow2":
         virtual, backing = read_qcow2(fd, path)
-        # Tables take an eighth of a per mille, snapshots do not happen; twice the size leaves ample room.
-        size = max(size, 2 * virtual)
+        # The tables of qcow2 take an eighth of a per mille; twice the size leaves ample room.
+        size = max(size, min(2 * virtual, SIZE_LIMIT))
         node["backing"] = None
         if backing is not None:
             node["backing"], _ = _node(*backing, True, sets, depth + 1)

@@ -20,6 +20,7 @@ import select
 import signal
 import subprocess
 import threading
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -36,6 +37,9 @@ MESSAGES_SIZE = 64 << 10  # bytes kept of standard error
 WRAP_INTERVAL = 1.0  # seconds between two looks at how full the console is
 OOM_SCORE = 500  # of 1000: before the control plane (0), whose death would hurt every sandbox
 
+_PREFIX = MARK.encode() + b"="
+_EXEC_TRIES = 5
+_EXEC_PAUSE = 0.002  # seconds
 _CLONE_NEWNET = 0x40000000
 _PR_SET_NO_NEW_PRIVS = 38
 _Result = TypeVar("_Result")
@@ -112,17 +116,27 @@ def find(root: Path) -> list[tuple[Identity, Path]]:
         if not entry.name.isdigit():
             continue
         started = start_time(int(entry.name))
-        try:
-            environment = (entry / "environ").read_bytes().split(b"\0")
-        except OSError:
-            continue
-        mark = next((item for item in environment if item.startswith(MARK.encode() + b"=")), None)
-        if mark is None or started is None:
-            continue
-        directory = Path(os.fsdecode(mark.partition(b"=")[2]))
-        if directory == root or root in directory.parents:
+        directory = _marked(entry)
+        if started is not None and directory is not None and (directory == root or root in directory.parents):
             found.append((Identity(int(entry.name), started, boot), directory))
     return found
+
+
+def _marked(entry: Path) -> Path | None:
+    """The directory in the environment of a process."""
+    try:
+        for _ in range(_EXEC_TRIES):
+            if environment := (entry / "environ").read_bytes():
+                break
+            # Empty while it becomes another program, always for kernel threads, which have none.
+            (entry / "exe").readlink()
+            time.sleep(_EXEC_PAUSE)
+    except OSError:
+        return None
+    for item in environment.split(b"\0"):
+        if item.startswith(_PREFIX):
+            return Path(os.fsdecode(item.removeprefix(_PREFIX)))
+    return None
 
 
 class Process:

@@ -120,7 +120,8 @@ class Qmp:
                 if fds:
                     # Descriptors travel with the first byte; what is left is ordinary data.
                     data = data[await self._send_fds(data, fds) :]
-                await self._loop.sock_sendall(self._socket, data)
+                if data:
+                    await self._loop.sock_sendall(self._socket, data)
             except BaseException:
                 # Half a request is on its way, and nothing that follows could be understood.
                 self._fail("a request could not be sent")
@@ -175,7 +176,7 @@ class Qmp:
         elif "return" in message or "error" in message:
             number = message.get("id")
             # An answer that nobody waits for any more came after its time was over.
-            _, answer = self._waiting.get(number, ("", None)) if isinstance(number, int) else ("", None)
+            _, answer = self._waiting.get(number, ("", None)) if type(number) is int else ("", None)
             if answer is not None and not answer.done():
                 answer.set_result(message)
         else:
