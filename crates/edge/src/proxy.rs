@@ -20,7 +20,7 @@ use crate::path;
 use crate::routes::{Lease, Refused};
 use crate::target::{self, Target, AGENT_PORT};
 use crate::tunnel::Tunnel;
-use crate::upstream::{self, SendError, Upstream};
+use crate::upstream::{self, Pool, SendError, Upstream};
 
 /// Waits between attempts to connect to a port nobody listens on. A server needs a moment to bind, also the agent when
 /// it is restarted.
@@ -51,19 +51,18 @@ impl Exchange {
         &self.busy.0
     }
 
-    fn pooled(&self) -> Option<Upstream> {
+    /// Where connections to the destination are kept, and under which port.
+    fn pool(&self) -> (&Pool, u16) {
         match &self.to {
-            Destination::Api => self.edge.api_pool.take(0),
-            Destination::Guest(lease, port) => lease.route.guest.pool.take(*port),
+            Destination::Api => (&self.edge.api_pool, 0),
+            Destination::Guest(lease, port) => (&lease.route.guest.pool, *port),
         }
     }
 
     /// Ends the exchange and keeps its connection for the next one.
     pub fn park(self, upstream: Upstream) {
-        match &self.to {
-            Destination::Api => self.edge.api_pool.put(0, upstream),
-            Destination::Guest(lease, port) => lease.route.guest.pool.put(*port, upstream),
-        }
+        let (pool, port) = self.pool();
+        pool.put(port, upstream);
     }
 
     /// A new connection. The error is the answer for the client.
@@ -123,7 +122,7 @@ impl Exchange {
     /// The answer for a request whose connection failed before its response.
     fn failed(&self, error: &hyper::Error) -> Response<Body> {
         self.note("no response", error);
-        let cause = if error.is_parse_too_large() {
+        let cause = if error.is_parse_too_large() || upstream::is_endless(error) {
             "the head of its response is too large"
         } else if error.is_parse() {
             "its response is not valid HTTP/1.1"
@@ -288,9 +287,15 @@ async fn send(
     exchange: &Exchange,
     mut request: Request<RequestBody>,
 ) -> Result<(Response<Incoming>, Upstream), (Response<Body>, Option<RequestBody>)> {
+    let (pool, port) = exchange.pool();
+    let replayable = is_replayable(&request);
     let mut replayed = false;
     loop {
-        let pooled = if replayed { None } else { exchange.pooled() };
+        let pooled = if replayed {
+            None
+        } else {
+            pool.take(port, !replayable)
+        };
         let mut upstream = match pooled {
             Some(upstream) => upstream,
             None => match exchange.connect().await {
@@ -298,11 +303,14 @@ async fn send(
                 Err(refusal) => return Err((refusal, Some(request.into_body()))),
             },
         };
-        let replay = (upstream.reused && is_replayable(&request)).then(|| copy_of(&request));
+        let replay = (upstream.reused && replayable).then(|| copy_of(&request));
         let SendError { error, unsent } = match upstream.send(request).await {
             Ok(response) => return Ok((response, upstream)),
             Err(failed) => failed,
         };
+        if upstream.reused {
+            pool.distrust(port);
+        }
         request = match (unsent, replay) {
             (Some(unsent), _) if upstream.reused => *unsent,
             (_, Some(replay)) if !error.is_parse() => {

@@ -11,8 +11,9 @@ use std::net::{Ipv4Addr, SocketAddr};
 use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd, RawFd};
 use std::path::Path;
 use std::pin::{pin, Pin};
-use std::sync::{Mutex, MutexGuard, PoisonError};
-use std::task::{Context, Poll};
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::task::{ready, Context, Poll};
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
@@ -30,16 +31,36 @@ use crate::body::RequestBody;
 const MAX_HEAD: usize = 64 * 1024;
 const MAX_BUFFER: usize = 128 * 1024;
 
-pub enum Socket {
+/// How much may be read until the head of the final response is complete: the largest head and what one read may take
+/// in beyond it. Without this, a guest could keep the parser busy for ever with interim responses.
+const HEAD_ALLOWANCE: u64 = (MAX_HEAD + 2 * MAX_BUFFER) as u64;
+const UNLIMITED: u64 = u64::MAX;
+
+pub struct Socket {
+    stream: Stream,
+    /// Bytes that may still be read, shared with the [`Upstream`] that knows the state of the exchange.
+    allowance: Arc<AtomicU64>,
+}
+
+enum Stream {
     Tcp(TcpStream),
     Unix(UnixStream),
 }
 
+impl Socket {
+    fn new(stream: Stream) -> Socket {
+        Socket {
+            stream,
+            allowance: Arc::new(AtomicU64::new(UNLIMITED)),
+        }
+    }
+}
+
 impl AsRawFd for Socket {
     fn as_raw_fd(&self) -> RawFd {
-        match self {
-            Socket::Tcp(socket) => socket.as_raw_fd(),
-            Socket::Unix(socket) => socket.as_raw_fd(),
+        match &self.stream {
+            Stream::Tcp(stream) => stream.as_raw_fd(),
+            Stream::Unix(stream) => stream.as_raw_fd(),
         }
     }
 }
@@ -47,26 +68,39 @@ impl AsRawFd for Socket {
 /// Calls the same method on whichever socket it is.
 macro_rules! on_socket {
     ($socket:expr, $method:ident $(, $arg:expr)*) => {
-        match $socket.get_mut() {
-            Socket::Tcp(socket) => Pin::new(socket).$method($($arg),*),
-            Socket::Unix(socket) => Pin::new(socket).$method($($arg),*),
+        match &mut $socket.stream {
+            Stream::Tcp(stream) => Pin::new(stream).$method($($arg),*),
+            Stream::Unix(stream) => Pin::new(stream).$method($($arg),*),
         }
     };
 }
 
 impl AsyncRead for Socket {
     fn poll_read(
-        self: Pin<&mut Self>,
+        mut self: Pin<&mut Self>,
         cx: &mut Context<'_>,
         buf: &mut ReadBuf<'_>,
     ) -> Poll<io::Result<()>> {
-        on_socket!(self, poll_read, cx, buf)
+        let before = buf.filled().len();
+        ready!(on_socket!(self, poll_read, cx, buf))?;
+        let read = (buf.filled().len() - before) as u64;
+        match self.allowance.load(Relaxed) {
+            UNLIMITED => {}
+            allowance if allowance >= read => self.allowance.store(allowance - read, Relaxed),
+            _ => {
+                return Poll::Ready(Err(io::Error::new(
+                    io::ErrorKind::InvalidData,
+                    "endless response head",
+                )))
+            }
+        }
+        Poll::Ready(Ok(()))
     }
 }
 
 impl AsyncWrite for Socket {
     fn poll_write(
-        self: Pin<&mut Self>,
+        mut self: Pin<&mut Self>,
         cx: &mut Context<'_>,
         buf: &[u8],
     ) -> Poll<io::Result<usize>> {
@@ -74,7 +108,7 @@ impl AsyncWrite for Socket {
     }
 
     fn poll_write_vectored(
-        self: Pin<&mut Self>,
+        mut self: Pin<&mut Self>,
         cx: &mut Context<'_>,
         bufs: &[io::IoSlice<'_>],
     ) -> Poll<io::Result<usize>> {
@@ -85,11 +119,11 @@ impl AsyncWrite for Socket {
         true
     }
 
-    fn poll_flush(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+    fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
         on_socket!(self, poll_flush, cx)
     }
 
-    fn poll_shutdown(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+    fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
         on_socket!(self, poll_shutdown, cx)
     }
 }
@@ -105,7 +139,7 @@ pub async fn connect_tcp(
     socket.set_nodelay(true)?;
     let connect = socket.connect(SocketAddr::from((address, port)));
     match tokio::time::timeout(limit, connect).await {
-        Ok(connected) => connected.map(Socket::Tcp),
+        Ok(connected) => connected.map(|stream| Socket::new(Stream::Tcp(stream))),
         Err(_) => Err(io::ErrorKind::TimedOut.into()),
     }
 }
@@ -123,9 +157,16 @@ pub async fn connect_unix(path: &Path, limit: Duration) -> io::Result<Socket> {
                 tokio::time::sleep(wait).await;
                 wait = (wait * 2).min(Duration::from_millis(50));
             }
-            connected => return connected.map(Socket::Unix),
+            connected => return connected.map(|stream| Socket::new(Stream::Unix(stream))),
         }
     }
+}
+
+/// True when a response was given up because its head did not end.
+pub fn is_endless(error: &hyper::Error) -> bool {
+    let cause =
+        std::error::Error::source(error).and_then(|cause| cause.downcast_ref::<io::Error>());
+    cause.is_some_and(|cause| cause.kind() == io::ErrorKind::InvalidData)
 }
 
 /// Why a request got no response.
@@ -140,6 +181,7 @@ pub struct Upstream {
     sender: SendRequest<RequestBody>,
     connection: Box<Connection<TokioIo<Socket>, RequestBody>>,
     fd: RawFd,
+    allowance: Arc<AtomicU64>,
     ended: bool,
     /// True when it has served a request before, so that its other side may have closed it by now.
     pub reused: bool,
@@ -148,6 +190,7 @@ pub struct Upstream {
 impl Upstream {
     pub async fn new(socket: Socket) -> hyper::Result<Upstream> {
         let fd = socket.as_raw_fd();
+        let allowance = socket.allowance.clone();
         let (sender, connection) = Builder::new()
             .max_header_size(MAX_HEAD)
             .max_buf_size(MAX_BUFFER)
@@ -157,6 +200,7 @@ impl Upstream {
             sender,
             connection: Box::new(connection),
             fd,
+            allowance,
             ended: false,
             reused: false,
         })
@@ -174,16 +218,18 @@ impl Upstream {
         &mut self,
         request: Request<RequestBody>,
     ) -> Result<Response<Incoming>, SendError> {
+        self.allowance.store(HEAD_ALLOWANCE, Relaxed);
         let mut response = pin!(self.sender.try_send_request(request));
         let (connection, ended) = (&mut self.connection, &mut self.ended);
-        std::future::poll_fn(|cx| {
+        let result = std::future::poll_fn(|cx| {
             if !*ended {
                 *ended = connection.poll_without_shutdown(cx).is_ready();
             }
             response.as_mut().poll(cx)
         })
-        .await
-        .map_err(|mut failed| {
+        .await;
+        self.allowance.store(UNLIMITED, Relaxed);
+        result.map_err(|mut failed| {
             let unsent = failed.take_message().map(Box::new);
             SendError {
                 error: failed.into_error(),
@@ -223,12 +269,25 @@ struct Parked {
     upstream: Upstream,
 }
 
+/// The idle connections to one port, the longest idle first.
+#[derive(Default)]
+struct Shelf {
+    parked: Vec<Parked>,
+    /// A connection was used again with success: the server does not close after each response.
+    proven: bool,
+}
+
 #[derive(Default)]
 struct Shelves {
     closed: bool,
     total: usize,
-    by_port: HashMap<u16, Vec<Parked>>,
+    by_port: HashMap<u16, Shelf>,
 }
+
+/// Some servers close each connection after its first response without saying so. A request that must not be sent twice
+/// could meet that close on its way, so until the server has proven better, such a request takes only connections whose
+/// server had this long to close them.
+const SETTLING: Duration = Duration::from_millis(20);
 
 /// Idle connections to one guest (of one generation) by port, or to the control API. Bounded in number and time.
 pub struct Pool {
@@ -251,12 +310,16 @@ impl Pool {
         self.shelves.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The most recently used idle connection that is still open.
-    pub fn take(&self, port: u16) -> Option<Upstream> {
+    /// The most recently used idle connection that is still open. `once` is for a request that must not be sent twice.
+    pub fn take(&self, port: u16, once: bool) -> Option<Upstream> {
         loop {
             let parked = {
                 let mut shelves = self.shelves();
-                let parked = shelves.by_port.get_mut(&port)?.pop()?;
+                let shelf = shelves.by_port.get_mut(&port)?;
+                let careful = once && !shelf.proven;
+                let fits = |parked: &Parked| !careful || parked.since.elapsed() >= SETTLING;
+                let at = shelf.parked.iter().rposition(fits)?;
+                let parked = shelf.parked.remove(at);
                 shelves.total -= 1;
                 parked
             };
@@ -271,35 +334,38 @@ impl Pool {
         if !upstream.is_idle() {
             return;
         }
-        upstream.reused = true;
+        let proven = std::mem::replace(&mut upstream.reused, true);
         let mut shelves = self.shelves();
         if shelves.closed || shelves.total >= self.max_total {
             return;
         }
         let shelf = shelves.by_port.entry(port).or_default();
-        if shelf.len() >= self.max_per_port {
+        shelf.proven |= proven;
+        if shelf.parked.len() >= self.max_per_port {
             return;
         }
         let since = Instant::now();
-        shelf.push(Parked { since, upstream });
+        shelf.parked.push(Parked { since, upstream });
         shelves.total += 1;
+    }
+
+    /// Notes that an idle connection turned out to be closed.
+    pub fn distrust(&self, port: u16) {
+        if let Some(shelf) = self.shelves().by_port.get_mut(&port) {
+            shelf.proven = false;
+        }
     }
 
     /// Drops connections idle for longer than `limit(port)`.
     pub fn expire(&self, limit: impl Fn(u16) -> Duration) {
         let mut expired = Vec::new();
         let mut shelves = self.shelves();
-        if shelves.total == 0 {
-            return;
-        }
         shelves.by_port.retain(|port, shelf| {
             let limit = limit(*port);
-            // Connections are pushed at the end when they become idle, so the oldest come first.
-            let fresh = shelf
-                .iter()
-                .position(|parked| parked.since.elapsed() < limit);
-            expired.extend(shelf.drain(..fresh.unwrap_or(shelf.len())));
-            !shelf.is_empty()
+            let fresh = |parked: &Parked| parked.since.elapsed() < limit;
+            let first = shelf.parked.iter().position(fresh);
+            expired.extend(shelf.parked.drain(..first.unwrap_or(shelf.parked.len())));
+            !shelf.parked.is_empty()
         });
         shelves.total -= expired.len();
         drop(shelves);
