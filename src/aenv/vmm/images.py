@@ -18,6 +18,7 @@ from aenv.errors import VmmFailed
 from aenv.vmm.interface import Disk
 
 CHAIN_LIMIT = 64  # images; more is a loop
+CLUSTER_LIMIT = 2 << 20  # bytes; the header and the name of the backing image are in the first cluster
 SIZE_LIMIT = 1 << 62  # bytes; what a header says may be anything
 
 _MAGIC = 0x514649FB
@@ -108,8 +109,8 @@ def read_qcow2(fd: int, path: Path) -> tuple[int, tuple[Path, Format] | None]:
             raise VmmFailed(f"the disk image {path} is not qcow2")
         if offset == 0:
             return size, None
-        if not 0 < length <= 1023:
-            raise VmmFailed(f"the qcow2 image {path} is damaged: the name of its backing image has {length} bytes")
+        if not 0 < length <= 1023 or offset + length > CLUSTER_LIMIT:
+            raise VmmFailed(f"the qcow2 image {path} is damaged: {length} bytes at {offset} cannot be a file name")
         position = struct.unpack_from(">I", header, 100)[0] if version == 3 else 72
         format = None
         while position + 8 <= offset:
@@ -122,6 +123,8 @@ def read_qcow2(fd: int, path: Path) -> tuple[int, tuple[Path, Format] | None]:
     except struct.error:
         raise VmmFailed(f"the qcow2 image {path} is damaged: its header is cut short") from None
     name = os.fsdecode(os.pread(fd, length, offset))
+    if len(os.fsencode(name)) < length:
+        raise VmmFailed(f"the qcow2 image {path} is damaged: it ends inside its header")
     if format not in ("raw", "qcow2"):
         raise VmmFailed(
             f"the qcow2 image {path} does not say that its backing image is raw or qcow2",
