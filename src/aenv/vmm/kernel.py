@@ -184,8 +184,9 @@ def _build(directory: Path, deb: Path, name: str, series: str, version: str) -> 
         raise OperationFailed(f"the package {deb.name} does not hold the kernel {name}")
     modules.index(package, name)
     bzimage = boot.read_bytes()
-    (directory / "bzImage").write_bytes(bzimage)
-    (directory / "vmlinux").write_bytes(vmlinux.extract(bzimage))
+    # QEMU opens its kernel by itself, under its own account.
+    durable.write(directory / "bzImage", bzimage)
+    durable.write(directory / "vmlinux", vmlinux.extract(bzimage))
     ext4.read_only_image(directory / "modules.ext4", tree, "aenv-modules")
     (directory / "early").mkdir()
     early = []
