@@ -29,7 +29,10 @@ pub async fn serve(agent: Arc<Agent>, address: SocketAddr) -> Result<(), String>
     let address = listener
         .local_addr()
         .map_err(|e| format!("cannot listen on {address}: {e}"))?;
-    eprintln!("aenv-envd: listening on {address}");
+    match agent.kernel.guest {
+        Some(_) => eprintln!("aenv-envd: ready"),
+        None => eprintln!("aenv-envd: listening on {address}"),
+    }
     let slots = Arc::new(Semaphore::new(CONNECTION_LIMIT));
     let mut stop = agent.stop.subscribe();
     loop {

@@ -1,4 +1,5 @@
 //! What the first process and the agent both need from the operating system.
 
+pub mod ext4;
 pub mod names;
 pub mod read;

@@ -1,0 +1,189 @@
+//! Keeping the agent alive, reaping orphans, and the orderly end.
+
+use rustix::fs::{openat, Mode, OFlags, CWD};
+use rustix::io::{fcntl_setfd, FdFlags};
+use rustix::mount::{mount_remount, MountFlags};
+use rustix::process::{kill_process, waitpid, Pid, Signal, WaitOptions};
+use std::convert::Infallible;
+use std::fs;
+use std::os::fd::{AsRawFd, BorrowedFd};
+use std::os::unix::process::CommandExt;
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+use super::root::{through, Root};
+use super::{paths, power_off, warn};
+
+const LISTEN: &str = "0.0.0.0:49983";
+/// Shortest time between two starts of the agent.
+const BACK_OFF: Duration = Duration::from_secs(1);
+/// What processes get between SIGTERM and SIGKILL.
+const GRACE: Duration = Duration::from_secs(2);
+const POLL: Duration = Duration::from_millis(10);
+/// The score of a process the kernel kills last when memory runs out; -1000 would be never.
+const AGENT_OOM_SCORE: &[u8] = b"-900";
+
+/// Runs the guest until somebody asks for its end.
+pub fn run(root: &Root) -> Result<Infallible, String> {
+    let signals = Signals::block([libc::SIGCHLD, libc::SIGTERM, libc::SIGINT]);
+    let mut agent = None;
+    let mut due = Instant::now();
+    loop {
+        if agent.is_none() && Instant::now() >= due {
+            due = Instant::now() + BACK_OFF;
+            match start(root) {
+                Ok(pid) => agent = Some(pid),
+                Err(message) => warn(&message),
+            }
+        }
+        let patience = match agent {
+            Some(_) => None,
+            None => Some(due.saturating_duration_since(Instant::now())),
+        };
+        match signals.wait(patience) {
+            Some(libc::SIGTERM | libc::SIGINT) => shut_down(root, agent),
+            _ => {
+                while let Some(pid) = reap() {
+                    if Some(pid) == agent {
+                        warn("the agent ended and is started again");
+                        agent = None;
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// Starts the agent from the initramfs. It finds the user's root as an open descriptor.
+fn start(root: &Root) -> Result<Pid, String> {
+    let program = std::env::current_exe()
+        .map_err(|e| format!("cannot find the program of the agent: {e}"))?;
+    let number = root.fd().as_raw_fd();
+    let mut command = Command::new(program);
+    command
+        .arg0("aenv-envd")
+        .args([
+            "agent",
+            "--listen",
+            LISTEN,
+            "--root-fd",
+            &number.to_string(),
+        ])
+        .env_clear();
+    // SAFETY: the closure runs between fork and exec of a single-threaded process and only makes
+    // system calls; the root stays open for as long as we run.
+    unsafe {
+        command.pre_exec(move || {
+            fcntl_setfd(BorrowedFd::borrow_raw(number), FdFlags::empty())?;
+            rustix::process::setsid()?;
+            let score = openat(
+                CWD,
+                c"/proc/self/oom_score_adj",
+                OFlags::WRONLY,
+                Mode::empty(),
+            )?;
+            rustix::io::write(score, AGENT_OOM_SCORE)?;
+            Ok(())
+        });
+    }
+    let child = command
+        .spawn()
+        .map_err(|e| format!("cannot start the agent: {e}"))?;
+    Ok(Pid::from_child(&child))
+}
+
+/// Collects one dead child, ours or an orphan.
+fn reap() -> Option<Pid> {
+    waitpid(None, WaitOptions::NOHANG)
+        .ok()
+        .flatten()
+        .map(|(pid, _)| pid)
+}
+
+/// Stops everything, makes the disk safe and powers off.
+fn shut_down(root: &Root, agent: Option<Pid>) -> ! {
+    // Frozen processes would not see a signal.
+    let _ = fs::write(format!("{}/cgroup.freeze", paths::USER_CGROUP), "0");
+    let agent = agent.map_or(0, |pid| pid.as_raw_nonzero().get());
+    for pid in others(agent) {
+        // Whoever is gone by now needs no signal.
+        let _ = kill_process(pid, Signal::TERM);
+    }
+    let deadline = Instant::now() + GRACE;
+    while Instant::now() < deadline && !others(agent).is_empty() {
+        while reap().is_some() {}
+        std::thread::sleep(POLL);
+    }
+    // SAFETY: a plain system call; -1 means everyone but us.
+    unsafe { libc::kill(-1, libc::SIGKILL) };
+    let deadline = Instant::now() + GRACE;
+    while Instant::now() < deadline && !others(0).is_empty() {
+        while reap().is_some() {}
+        std::thread::sleep(POLL);
+    }
+    rustix::fs::sync();
+    if let Err(e) = mount_remount(through(root.fd()), MountFlags::RDONLY, c"") {
+        warn(&format!(
+            "cannot make the root read-only, its journal will be replayed: {e}"
+        ));
+    }
+    power_off()
+}
+
+/// All processes but kernel threads, ourselves and `agent`. Zombies count: they go when reaped.
+fn others(agent: i32) -> Vec<Pid> {
+    let Ok(entries) = fs::read_dir("/proc") else {
+        return Vec::new();
+    };
+    let pids = entries.filter_map(|entry| entry.ok()?.file_name().to_str()?.parse::<i32>().ok());
+    pids.filter(|pid| *pid != 1 && *pid != agent && !is_kernel_thread(*pid))
+        .filter_map(Pid::from_raw)
+        .collect()
+}
+
+fn is_kernel_thread(pid: i32) -> bool {
+    /// `PF_KTHREAD` of <linux/sched.h>, in the field "flags" of /proc/PID/stat.
+    const PF_KTHREAD: u64 = 0x0020_0000;
+    let Ok(stat) = fs::read_to_string(format!("/proc/{pid}/stat")) else {
+        return true;
+    };
+    // The name may contain anything, so the fields are counted from its last parenthesis.
+    let fields = stat.rsplit_once(')').map_or("", |(_, fields)| fields);
+    let flags = fields
+        .split_ascii_whitespace()
+        .nth(6)
+        .and_then(|flags| flags.parse::<u64>().ok());
+    flags.is_none_or(|flags| flags & PF_KTHREAD != 0)
+}
+
+/// Signals that are waited for instead of handled.
+struct Signals(libc::sigset_t);
+
+impl Signals {
+    fn block<const N: usize>(signals: [i32; N]) -> Signals {
+        // SAFETY: the set is initialised by sigemptyset before anything reads it, and the signal
+        // numbers are valid; with valid arguments none of the calls can fail.
+        unsafe {
+            let mut set = std::mem::zeroed();
+            libc::sigemptyset(&mut set);
+            for signal in signals {
+                libc::sigaddset(&mut set, signal);
+            }
+            libc::sigprocmask(libc::SIG_BLOCK, &set, std::ptr::null_mut());
+            Signals(set)
+        }
+    }
+
+    /// Waits for a signal, at most `limit`.
+    fn wait(&self, limit: Option<Duration>) -> Option<i32> {
+        let limit = limit.map(|limit| libc::timespec {
+            tv_sec: limit.as_secs() as i64,
+            tv_nsec: i64::from(limit.subsec_nanos()),
+        });
+        let limit = limit.as_ref().map_or(std::ptr::null(), std::ptr::from_ref);
+        // SAFETY: the set is initialised, no information is asked for, and the time limit is null or
+        // points to a value that lives until the call returns.
+        let signal = unsafe { libc::sigtimedwait(&self.0, std::ptr::null_mut(), limit) };
+        (signal > 0).then_some(signal)
+    }
+}
