@@ -15,7 +15,7 @@ from aenv.templates.store import TemplateStore
 from aenv.vmm import durable
 from aenv.vmm.durable import Progress
 
-_IMAGE = "rootfs.ext4"
+IMAGE = "rootfs.ext4"
 MIN_DISK = 16
 
 
@@ -42,24 +42,37 @@ def import_template(
     if shape.disk < MIN_DISK:
         raise BadRequest(f"a disk of {shape.disk} MiB is too small", remedy=f"ask for at least {MIN_DISK} MiB")
     store = TemplateStore(settings)
-    template = Template(
+    template = new_template(name, shape, kernel, user="user" if user else "root", workdir=workdir, env=env)
+    if not replace:
+        store.check_free(template.names)
+    with store.building() as directory:
+        workspace = directory / "work"
+        workspace.mkdir(mode=0o700)
+        rootfs.build(directory / IMAGE, source, shape.disk, progress, workspace=workspace, user=user)
+        durable.remove_tree(workspace)
+        return store.add(directory, template, replace=replace)
+
+
+def new_template(
+    name: str,
+    shape: MachineShape,
+    kernel: KernelImage,
+    *,
+    user: str,
+    workdir: str = "",
+    env: Mapping[str, str] | None = None,
+) -> Template:
+    """The record of a template that is made now."""
+    return Template(
         template_id=new_template_id(),
         build_id=str(uuid.uuid4()),
         names=(name,),
         shape=shape,
         kernel=kernel.version,
         kernel_digest=kernel.digest,
-        rootfs=_IMAGE,
+        rootfs=IMAGE,
         created_at=datetime.now(UTC),
-        user="user" if user else "root",
+        user=user,
         workdir=workdir,
         env=dict(env or {}),
     )
-    if not replace:
-        store.check_free(template.names)
-    with store.building() as directory:
-        workspace = directory / "work"
-        workspace.mkdir(mode=0o700)
-        rootfs.build(directory / _IMAGE, source, shape.disk, progress, workspace=workspace, user=user)
-        durable.remove_tree(workspace)
-        return store.add(directory, template, replace=replace)

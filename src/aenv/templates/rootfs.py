@@ -59,6 +59,7 @@ def build(image: Path, source: Path, disk: int, progress: Progress, *, workspace
         progress(f"left out {done.devices} device nodes: a guest has its own /dev")
     progress(f"writing the disk image ({done.files} files, {done.bytes / 1e6:.0f} MB)")
     ext4.writable_image(image, tree, disk, "aenv-root")
+    image.chmod(0o444)
 
 
 def _unpack(stream: IO[bytes], tree: Path, disk: int, *, user: bool) -> Unpacked:

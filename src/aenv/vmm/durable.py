@@ -136,6 +136,28 @@ def write(path: Path, data: bytes, mode: int = 0o644) -> None:
     sync(path.parent)
 
 
+def sparse_sha256(path: Path) -> str:
+    """A digest of a large file with holes, in the time its data takes. It does not depend on where the holes are."""
+    digest = hashlib.sha256()
+    chunk = 1 << 20
+    with path.open("rb", buffering=0) as file:
+        size = os.fstat(file.fileno()).st_size
+        digest.update(size.to_bytes(8, "little"))
+        offset = 0
+        while offset < size:
+            try:
+                offset = max(offset, os.lseek(file.fileno(), offset, os.SEEK_DATA) // chunk * chunk)
+            except OSError as error:
+                if error.errno == errno.ENXIO:  # nothing but a hole up to the end
+                    break
+                raise
+            data = os.pread(file.fileno(), chunk, offset)
+            if data.strip(b"\0"):
+                digest.update(offset.to_bytes(8, "little") + data)
+            offset += chunk
+    return digest.hexdigest()
+
+
 def sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -88,6 +88,35 @@ def test_write_replaces_and_leaves_nothing_else(tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) == 1
 
 
+def test_the_digest_of_a_sparse_file_is_that_of_its_content(tmp_path: Path) -> None:
+    data = bytearray(5 << 20)
+    data[100:105] = b"hello"
+    data[(3 << 20) + 7 : (3 << 20) + 12] = b"world"
+    dense, sparse = tmp_path / "dense", tmp_path / "sparse"
+    dense.write_bytes(data)
+    with sparse.open("wb") as file:
+        for offset in (100, (3 << 20) + 7):
+            file.seek(offset)
+            file.write(data[offset : offset + 5])
+        file.truncate(len(data))
+    assert sparse.stat().st_blocks < dense.stat().st_blocks
+    digest = durable.sparse_sha256(dense)
+    assert durable.sparse_sha256(sparse) == digest
+    for change in (
+        lambda file: file.truncate(len(data) + 1),
+        lambda file: file.truncate(len(data) - 1),
+        lambda file: os.pwrite(file.fileno(), b"H", 100),
+        lambda file: os.pwrite(file.fileno(), b"x", 2 << 20),
+    ):
+        dense.write_bytes(data)
+        with dense.open("r+b", buffering=0) as opened:
+            change(opened)
+        assert durable.sparse_sha256(dense) != digest
+    (tmp_path / "hole").touch()
+    os.truncate(tmp_path / "hole", 1 << 40)
+    assert durable.sparse_sha256(tmp_path / "hole") != digest
+
+
 def test_a_tree_with_a_mount_is_not_removed(tmp_path: Path) -> None:
     script = textwrap.dedent(
         f"""
