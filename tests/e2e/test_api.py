@@ -212,7 +212,8 @@ def test_ports_inside_are_reachable_by_header_and_by_host(node: TestNode) -> Non
             "E2b-Sandbox-Port": "49983",
             "X-Access-Token": created["envdAccessToken"],
         }
-        closed = httpx.get(node.url, headers={"E2b-Sandbox-Id": identifier, "E2b-Sandbox-Port": "8080"})
+        port = {"E2b-Sandbox-Id": identifier, "E2b-Sandbox-Port": "8080"}
+        closed = httpx.get(node.url, headers=port)
         assert (closed.status_code, closed.json()["message"]) == (
             502,
             "The sandbox is running but port is not open",
@@ -226,9 +227,9 @@ def test_ports_inside_are_reachable_by_header_and_by_host(node: TestNode) -> Non
             timeout=60,
         ) as stream:
             assert b"pid" in next(stream.iter_raw())
-            by_header = httpx.get(
-                f"{node.url}/hostname", headers={"E2b-Sandbox-Id": identifier, "E2b-Sandbox-Port": "8080"}, timeout=30
-            )
+            # The edge waits a second for a port to open; Python may need longer on a slow machine.
+            wait_until(lambda: httpx.get(f"{node.url}/hostname", headers=port).status_code == 200, 30, node.log_tail)
+            by_header = httpx.get(f"{node.url}/hostname", headers=port)
             assert (by_header.status_code, by_header.text.strip()) == (200, "sandbox")
             by_host = httpx.get(f"{node.url}/hostname", headers={"Host": f"8080-{identifier}.example.org"}, timeout=30)
             assert (by_host.status_code, by_host.text.strip()) == (200, "sandbox")
