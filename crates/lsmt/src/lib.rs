@@ -8,8 +8,10 @@ pub mod entry;
 pub mod error;
 pub mod extents;
 pub mod header;
+pub mod image;
 pub mod index;
 pub mod layer;
+pub mod manifest;
 pub mod merge;
 pub mod pair;
 pub mod source;
@@ -18,6 +20,7 @@ pub mod stack;
 mod tail;
 pub mod tar;
 pub mod trace;
+pub mod upper;
 pub mod warp;
 pub mod zfile;
 

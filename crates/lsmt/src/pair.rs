@@ -1,6 +1,6 @@
 //! Append uppers of the open format: a data file and an index file in write order.
 //!
-//! They are read for import and written for compatibility; the engine's own upper is `upper`.
+//! They are read for import and written for compatibility; the engine's own upper is [`crate::upper`].
 //!
 //! Nothing orders the two files on disk, so a crash can leave an index that runs ahead of its data, ends in the middle
 //! of an entry, or ends in zeros. A strict open refuses all of that. A repairing open keeps the longest prefix of
