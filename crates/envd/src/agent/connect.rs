@@ -31,10 +31,8 @@ pub enum Code {
     PermissionDenied,
     ResourceExhausted,
     FailedPrecondition,
-    Aborted,
     Unimplemented,
     Internal,
-    Unavailable,
     Unauthenticated,
 }
 
@@ -48,10 +46,8 @@ impl Code {
             Code::PermissionDenied => "permission_denied",
             Code::ResourceExhausted => "resource_exhausted",
             Code::FailedPrecondition => "failed_precondition",
-            Code::Aborted => "aborted",
             Code::Unimplemented => "unimplemented",
             Code::Internal => "internal",
-            Code::Unavailable => "unavailable",
             Code::Unauthenticated => "unauthenticated",
         }
     }
@@ -61,12 +57,11 @@ impl Code {
             Code::InvalidArgument | Code::FailedPrecondition => StatusCode::BAD_REQUEST,
             Code::DeadlineExceeded => StatusCode::GATEWAY_TIMEOUT,
             Code::NotFound => StatusCode::NOT_FOUND,
-            Code::AlreadyExists | Code::Aborted => StatusCode::CONFLICT,
+            Code::AlreadyExists => StatusCode::CONFLICT,
             Code::PermissionDenied => StatusCode::FORBIDDEN,
             Code::ResourceExhausted => StatusCode::TOO_MANY_REQUESTS,
             Code::Unimplemented => StatusCode::NOT_IMPLEMENTED,
             Code::Internal => StatusCode::INTERNAL_SERVER_ERROR,
-            Code::Unavailable => StatusCode::SERVICE_UNAVAILABLE,
             Code::Unauthenticated => StatusCode::UNAUTHORIZED,
         }
     }

@@ -1,7 +1,7 @@
-//! Calls of the control plane: `POST /init` and `POST /shutdown`.
+//! Calls of the control plane: `POST /init`, `POST /freeze` and `POST /shutdown`.
 
 use hyper::body::Incoming;
-use hyper::header::HeaderMap;
+use hyper::header::{HeaderMap, HeaderValue, CONNECTION};
 use hyper::{Request, Response, StatusCode};
 use rustix::process::{kill_process, Pid, Signal};
 use rustix::time::{clock_settime, ClockId, Timespec};
@@ -14,6 +14,7 @@ use time::OffsetDateTime;
 use super::connect::{collect, MESSAGE_LIMIT};
 use super::http::{self, Body};
 use super::identity::{Identity, Init};
+use super::kernel::Guest;
 use super::{token, wire, Agent};
 use crate::sys::names;
 
@@ -90,6 +91,16 @@ async fn try_init(agent: &Arc<Agent>, request: Request<Incoming>) -> Result<(), 
         .transpose()
         .map_err(bad)?;
 
+    if agent.kernel.guest.is_some() {
+        let agent = agent.clone();
+        // May take long on a large disk. A disk that stays small is no reason to refuse the rest.
+        let grown = tokio::task::spawn_blocking(move || {
+            agent.kernel.guest.as_ref().map_or(Ok(()), Guest::grow)
+        });
+        if let Ok(Err(message)) = grown.await {
+            eprintln!("aenv-envd: {message}");
+        }
+    }
     // Checked again under the lock: of two first calls only one may win, and only it has effects.
     let mut identity = agent
         .identity
@@ -116,6 +127,15 @@ async fn try_init(agent: &Arc<Agent>, request: Request<Incoming>) -> Result<(), 
         guest
             .save(&state)
             .map_err(|e| failed(format!("cannot save the identity: {e}")))?;
+    }
+    if let Some(guest) = &agent.kernel.guest {
+        let failed = |e| {
+            refuse(
+                StatusCode::INTERNAL_SERVER_ERROR,
+                &format!("cannot thaw the processes: {e}"),
+            )
+        };
+        guest.freeze(false).map_err(failed)?;
     }
     // Looked up now, so that it stays known if the account files vanish.
     agent.users.find(&next.default_user);
@@ -180,19 +200,50 @@ fn reseed(random: &File, entropy: &[u8]) -> Result<(), String> {
     Ok(())
 }
 
+/// `POST /freeze`: stops user code until the next `POST /init`, so that none runs on a copied machine
+/// before its random generator and clock are set.
+pub fn freeze(agent: &Agent, headers: &HeaderMap) -> Response<Body> {
+    if let Err(refusal) = authorize(&agent.identity(), headers, false) {
+        return *refusal;
+    }
+    match agent
+        .kernel
+        .guest
+        .as_ref()
+        .map_or(Ok(()), |guest| guest.freeze(true))
+    {
+        Ok(()) => http::empty(StatusCode::NO_CONTENT),
+        Err(e) => http::error(
+            StatusCode::INTERNAL_SERVER_ERROR,
+            &format!("cannot freeze the processes: {e}"),
+        ),
+    }
+}
+
+/// Mark of the response after which the machine ends.
+#[derive(Clone)]
+pub struct Farewell;
+
 pub async fn shutdown(agent: Arc<Agent>, request: Request<Incoming>) -> Response<Body> {
     if let Err(refusal) = authorize(&agent.identity(), request.headers(), false) {
         return *refusal;
     }
-    if agent.kernel.guest.is_some() {
-        // The first process stops everything, us included, and powers off.
-        if let Err(error) = kill_process(Pid::INIT, Signal::TERM) {
-            let message = format!("cannot reach the first process: {error}");
-            return http::error(StatusCode::INTERNAL_SERVER_ERROR, &message);
-        }
-    } else {
+    let mut response = http::empty(StatusCode::NO_CONTENT);
+    // The end begins when this connection is done, so that the answer is not lost.
+    response
+        .headers_mut()
+        .insert(CONNECTION, HeaderValue::from_static("close"));
+    response.extensions_mut().insert(Farewell);
+    response
+}
+
+/// Ends the machine; outside of one, the agent and its processes.
+pub fn end(agent: &Agent) {
+    if agent.kernel.guest.is_none() {
         agent.processes.kill_all();
         agent.stop.send_replace(true);
+    } else if let Err(error) = kill_process(Pid::INIT, Signal::TERM) {
+        // The first process stops everything, us included. It cannot be gone while we run.
+        eprintln!("aenv-envd: cannot reach the first process: {error}");
     }
-    http::empty(StatusCode::NO_CONTENT)
 }

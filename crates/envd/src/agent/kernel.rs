@@ -9,8 +9,9 @@ use std::fs::File;
 use std::io::{self, Write};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::Path;
+use std::sync::{Mutex, PoisonError};
 
-use crate::sys::read;
+use crate::sys::{ext4, read};
 
 const DIRECTORY: OFlags = OFlags::PATH.union(OFlags::DIRECTORY).union(OFlags::CLOEXEC);
 const STATE_LIMIT: u64 = 16 << 20;
@@ -32,10 +33,14 @@ pub struct Kernel {
 pub struct Guest {
     /// `/dev/random`, for adding entropy.
     pub random: File,
-    /// Directory of the control group of all user processes.
-    pub cgroup: OwnedFd,
-    /// `cgroup.procs` of that group.
+    /// `cgroup.procs` of the control group of all user processes.
     pub members: OwnedFd,
+    /// `cgroup.freeze` of that group.
+    freeze: OwnedFd,
+    /// A sysfs.
+    sys: OwnedFd,
+    /// Size of the root's device when the file system was last grown.
+    grown: Mutex<Option<u64>>,
     /// Private directory of the first process: state that survives a crash of the agent.
     state: OwnedFd,
 }
@@ -63,6 +68,8 @@ impl Kernel {
     /// Opens what lives in the user's root; call after the change of root.
     pub fn enter(&mut self) {
         self.pts = open("/dev/pts", DIRECTORY, Mode::empty()).ok();
+        // Takes note of the size. A root in memory has no device and cannot grow.
+        let _ = self.guest.as_ref().map(Guest::grow);
     }
 
     pub fn null(&self) -> io::Result<OwnedFd> {
@@ -89,17 +96,39 @@ impl Guest {
     fn open() -> io::Result<Guest> {
         use crate::init::paths::{STATE, USER_CGROUP};
         let cgroup = open(USER_CGROUP, DIRECTORY, Mode::empty())?;
+        let write = OFlags::WRONLY | OFlags::CLOEXEC;
         Ok(Guest {
             random: File::options().read(true).write(true).open("/dev/random")?,
-            members: openat(
-                &cgroup,
-                "cgroup.procs",
-                OFlags::WRONLY | OFlags::CLOEXEC,
-                Mode::empty(),
-            )?,
-            cgroup,
+            members: openat(&cgroup, "cgroup.procs", write, Mode::empty())?,
+            freeze: openat(&cgroup, "cgroup.freeze", write, Mode::empty())?,
+            sys: open("/sys", DIRECTORY, Mode::empty())?,
+            grown: Mutex::default(),
             state: open(STATE, DIRECTORY, Mode::empty())?,
         })
+    }
+
+    /// Stops all user processes where they are, or lets them go on.
+    pub fn freeze(&self, frozen: bool) -> io::Result<()> {
+        rustix::io::pwrite(&self.freeze, if frozen { b"1" } else { b"0" }, 0)?;
+        Ok(())
+    }
+
+    /// Grows the root file system if its device has grown since the last call or the start.
+    pub fn grow(&self) -> Result<(), String> {
+        let root = open(
+            "/",
+            OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC,
+            Mode::empty(),
+        )
+        .map_err(|e| format!("cannot open the root: {e}"))?;
+        let mut grown = self.grown.lock().unwrap_or_else(PoisonError::into_inner);
+        let size = ext4::device_size(root.as_fd(), self.sys.as_fd())?;
+        // The first process grew it at boot.
+        if grown.is_some_and(|grown| grown != size) {
+            ext4::grow(root.as_fd(), size)?;
+        }
+        *grown = Some(size);
+        Ok(())
     }
 
     /// Keeps `state` for the next agent. Atomic: a crash leaves the old or the new one.

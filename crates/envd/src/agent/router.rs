@@ -6,7 +6,7 @@ use hyper::{Method, Request, Response, StatusCode};
 use std::sync::Arc;
 
 use super::http::{self, Body};
-use super::{control, files, process, token, Agent};
+use super::{control, files, filesystem, process, token, Agent};
 
 /// Answers a request. Never fails: what goes wrong becomes a response.
 pub async fn route(agent: Arc<Agent>, request: Request<Incoming>) -> Response<Body> {
@@ -48,6 +48,7 @@ async fn dispatch(agent: Arc<Agent>, request: Request<Incoming>) -> Response<Bod
         (&Method::GET, "/health") => return http::empty(StatusCode::NO_CONTENT),
         (_, "/files") => return files::serve(agent, request).await,
         (&Method::POST, "/init") => return control::init(agent, request).await,
+        (&Method::POST, "/freeze") => return control::freeze(&agent, request.headers()),
         (&Method::POST, "/shutdown") => return control::shutdown(agent, request).await,
         _ => {}
     }
@@ -55,11 +56,13 @@ async fn dispatch(agent: Arc<Agent>, request: Request<Incoming>) -> Response<Bod
         return *response;
     }
     if let Some((service, procedure)) = path.strip_prefix('/').and_then(|p| p.split_once('/')) {
-        if matches!(service, "process.Process") && method != Method::POST {
+        if matches!(service, "process.Process" | "filesystem.Filesystem") && method != Method::POST
+        {
             return not_allowed("POST");
         }
         let response = match service {
             "process.Process" => process::rpc::serve(agent, procedure, request).await,
+            "filesystem.Filesystem" => filesystem::rpc::serve(agent, procedure, request).await,
             _ => None,
         };
         return response.unwrap_or_else(|| not_found(&path));
@@ -71,7 +74,7 @@ async fn dispatch(agent: Arc<Agent>, request: Request<Incoming>) -> Response<Bod
         },
         (&Method::GET, "/envs") => http::json(StatusCode::OK, &agent.identity().environment()),
         (_, "/health" | "/metrics" | "/envs") => not_allowed("GET"),
-        (_, "/init" | "/shutdown") => not_allowed("POST"),
+        (_, "/init" | "/freeze" | "/shutdown") => not_allowed("POST"),
         _ => not_found(&path),
     }
 }

@@ -6,12 +6,13 @@ use hyper_util::rt::{TokioIo, TokioTimer};
 use rustix::net::sockopt;
 use std::convert::Infallible;
 use std::net::SocketAddr;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::Semaphore;
 
-use super::{router, Agent};
+use super::{control, router, Agent};
 
 /// Connections at once; more wait in the backlog of the kernel.
 const CONNECTION_LIMIT: usize = 2048;
@@ -55,19 +56,31 @@ pub async fn serve(agent: Arc<Agent>, address: SocketAddr) -> Result<(), String>
         configure(&stream);
         let agent = agent.clone();
         tokio::spawn(async move {
-            let service = service_fn(|request| {
-                let agent = agent.clone();
-                async move { Ok::<_, Infallible>(router::route(agent, request).await) }
-            });
-            // Errors are those of the client: broken requests are answered, broken connections are not.
-            let _ = http1::Builder::new()
-                .timer(TokioTimer::new())
-                .header_read_timeout(IDLE_LIMIT)
-                .max_buf_size(BUFFER_SIZE)
-                .serve_connection(TokioIo::new(stream), service)
-                .await;
+            converse(&agent, stream).await;
             drop(slot);
         });
+    }
+}
+
+/// Serves one connection to its end.
+async fn converse(agent: &Arc<Agent>, stream: TcpStream) {
+    let farewell = AtomicBool::new(false);
+    let service = service_fn(|request| async {
+        let response = router::route(agent.clone(), request).await;
+        if response.extensions().get::<control::Farewell>().is_some() {
+            farewell.store(true, Ordering::Relaxed);
+        }
+        Ok::<_, Infallible>(response)
+    });
+    // Errors are those of the client: broken requests are answered, broken connections are not.
+    let _ = http1::Builder::new()
+        .timer(TokioTimer::new())
+        .header_read_timeout(IDLE_LIMIT)
+        .max_buf_size(BUFFER_SIZE)
+        .serve_connection(TokioIo::new(stream), service)
+        .await;
+    if farewell.load(Ordering::Relaxed) {
+        control::end(agent);
     }
 }
 

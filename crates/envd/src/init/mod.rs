@@ -24,6 +24,7 @@ use std::os::fd::{AsFd, AsRawFd};
 use std::process::ExitCode;
 
 use crate::sys::{ext4, names};
+pub use modules::modprobe;
 use root::Root;
 
 /// Open files: the soft limit of user processes, and what they may raise it to.
@@ -103,6 +104,9 @@ fn boot() -> Result<Root, String> {
     mounts::inside(&root)?;
     if let Some(device) = &parameters.modules {
         mounts::modules(&root, device)?;
+        if let Err(e) = modules::offer() {
+            warn(&format!("cannot offer modules to the kernel: {e}"));
+        }
     }
     settings();
     if parameters.root.is_some() {
@@ -160,12 +164,9 @@ fn grow(root: &Root) {
     let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
     let result = rustix::fs::openat(CWD, "/sys", flags, Mode::empty())
         .map_err(|e| format!("cannot open /sys: {e}"))
-        .and_then(|sys| ext4::grow(root.fd(), sys.as_fd()));
+        .and_then(|sys| ext4::device_size(root.fd(), sys.as_fd()))
+        .and_then(|size| ext4::grow(root.fd(), size));
     if let Err(message) = result {
         warn(&message);
     }
-}
-
-pub fn modprobe(_args: &[std::ffi::OsString]) -> ExitCode {
-    ExitCode::FAILURE
 }

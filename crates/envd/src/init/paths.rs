@@ -12,3 +12,5 @@ pub const MODULES_LIST: &str = "/modules.list";
 pub const MODULES: &str = "/lib/modules";
 /// Where the user's root is mounted before it becomes the root of everybody else.
 pub const NEW_ROOT: &str = "/newroot";
+/// What the kernel starts to get a module.
+pub const MODPROBE: &str = "/sbin/modprobe";

@@ -2,8 +2,8 @@
 
 use rustix::fs::{openat, Mode, OFlags, CWD};
 use rustix::io::{fcntl_setfd, FdFlags};
-use rustix::mount::{mount_remount, MountFlags};
-use rustix::process::{kill_process, waitpid, Pid, Signal, WaitOptions};
+use rustix::mount::{mount_remount, MountFlags, UnmountFlags};
+use rustix::process::{kill_process, wait, Pid, Signal, WaitOptions};
 use std::convert::Infallible;
 use std::fs;
 use std::os::fd::{AsRawFd, BorrowedFd};
@@ -94,10 +94,7 @@ fn start(root: &Root) -> Result<Pid, String> {
 
 /// Collects one dead child, ours or an orphan.
 fn reap() -> Option<Pid> {
-    waitpid(None, WaitOptions::NOHANG)
-        .ok()
-        .flatten()
-        .map(|(pid, _)| pid)
+    wait(WaitOptions::NOHANG).ok().flatten().map(|(pid, _)| pid)
 }
 
 /// Stops everything, makes the disk safe and powers off.
@@ -121,6 +118,13 @@ fn shut_down(root: &Root, agent: Option<Pid>) -> ! {
         while reap().is_some() {}
         std::thread::sleep(POLL);
     }
+    for pid in others(0) {
+        warn(&format!(
+            "process {pid} did not end: {}",
+            stat(pid).unwrap_or_default().trim_end()
+        ));
+    }
+    unmount(root);
     rustix::fs::sync();
     if let Err(e) = mount_remount(through(root.fd()), MountFlags::RDONLY, c"") {
         warn(&format!(
@@ -141,12 +145,31 @@ fn others(agent: i32) -> Vec<Pid> {
         .collect()
 }
 
+fn stat(pid: impl std::fmt::Display) -> Option<String> {
+    fs::read_to_string(format!("/proc/{pid}/stat")).ok()
+}
+
+/// Takes away what the user mounted, as an overlay keeps its lower file system from being read-only.
+fn unmount(root: &Root) {
+    let mounts = fs::read_to_string("/proc/self/mountinfo").unwrap_or_default();
+    let points = mounts
+        .lines()
+        .filter_map(|line| line.split(' ').nth(4))
+        .filter(|point| *point != "/");
+    let root = through(root.fd());
+    for point in points.collect::<Vec<_>>().into_iter().rev() {
+        // Names with a space are escaped here and not found; those and busy ones stay.
+        let _ = rustix::mount::unmount(
+            format!("{root}{point}"),
+            UnmountFlags::DETACH | UnmountFlags::NOFOLLOW,
+        );
+    }
+}
+
 fn is_kernel_thread(pid: i32) -> bool {
     /// `PF_KTHREAD` of <linux/sched.h>, in the field "flags" of /proc/PID/stat.
     const PF_KTHREAD: u64 = 0x0020_0000;
-    let Ok(stat) = fs::read_to_string(format!("/proc/{pid}/stat")) else {
-        return true;
-    };
+    let Some(stat) = stat(pid) else { return true };
     // The name may contain anything, so the fields are counted from its last parenthesis.
     let fields = stat.rsplit_once(')').map_or("", |(_, fields)| fields);
     let flags = fields

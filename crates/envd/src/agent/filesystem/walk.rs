@@ -12,6 +12,7 @@ use rustix::fs::{
 };
 use rustix::io::Errno;
 use rustix::thread::{set_thread_groups, Gid, Uid};
+use std::cell::Cell;
 use std::collections::VecDeque;
 use std::ffi::{OsStr, OsString};
 use std::io;
@@ -46,6 +47,10 @@ pub struct Place {
 }
 
 impl Place {
+    pub fn new(dir: OwnedFd, name: OsString, path: PathBuf) -> Place {
+        Place { dir, name, path }
+    }
+
     pub fn dir(&self) -> BorrowedFd<'_> {
         self.dir.as_fd()
     }
@@ -71,10 +76,17 @@ impl Place {
     }
 }
 
+thread_local! {
+    /// Whether a walk on this thread has lowered its rights.
+    static LOWERED: Cell<bool> = const { Cell::new(false) };
+}
+
 /// One operation for one user. Belongs to the thread it was made on, whose rights it may lower;
-/// dropping it restores them.
+/// dropping it restores them. A walk within a walk, always for the same user, starts with the rights
+/// of the outer one and leaves them as they were.
 pub struct Walk<'a> {
     user: &'a User,
+    /// Whether it was this walk that lowered the rights.
     lowered: bool,
     links: usize,
     thread: PhantomData<*const ()>,
@@ -231,7 +243,7 @@ impl<'a> Walk<'a> {
 
     /// Makes the user the owner of what `fd` is. With lowered rights that is so already, or forbidden.
     pub fn give(&self, fd: BorrowedFd<'_>) -> io::Result<()> {
-        if self.lowered || !rustix::process::geteuid().is_root() {
+        if LOWERED.get() || !rustix::process::geteuid().is_root() {
             return Ok(());
         }
         let owner = Some(Uid::from_raw(self.user.uid));
@@ -247,10 +259,11 @@ impl<'a> Walk<'a> {
 
     /// Drops this thread to the user's file system rights.
     pub fn lower(&mut self) -> io::Result<()> {
-        if self.lowered || self.user.is_root() || !rustix::process::geteuid().is_root() {
+        if LOWERED.get() || self.user.is_root() || !rustix::process::geteuid().is_root() {
             return Ok(());
         }
         self.lowered = true;
+        LOWERED.set(true);
         let groups: Vec<Gid> = self.user.groups.iter().map(|g| Gid::from_raw(*g)).collect();
         set_thread_groups(&groups)?;
         set_fs_ids(self.user.uid, self.user.gid)
@@ -263,6 +276,7 @@ impl Drop for Walk<'_> {
             // Should one of these fail, the thread keeps fewer rights than it should have, not more.
             let _ = set_fs_ids(0, 0);
             let _ = set_thread_groups(&[]);
+            LOWERED.set(false);
         }
     }
 }
