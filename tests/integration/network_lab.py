@@ -13,6 +13,7 @@ import socket
 import struct
 import subprocess
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -105,6 +106,16 @@ def ask(address: str, port: int, *, payload: bytes = b"", timeout: float = 5) ->
     return answer.decode()
 
 
+def wait_for_carrier() -> None:
+    """Return when the tap of this namespace passes packets. The kernel notices in the background that somebody opened
+    it, and drops packets until then; TCP would repeat them a second later."""
+    deadline = time.monotonic() + 10
+    while command("ip", "-br", "link", "show", TAP).split()[1] not in ("UP", "UNKNOWN"):
+        assert time.monotonic() < deadline, "the tap has no carrier"
+    with Rtnetlink() as connection:
+        connection.run(rtnetlink.set_up(number(TAP)))  # waits for whoever changes the device now
+
+
 class Lab:
     """The machine and the outside."""
 
@@ -156,6 +167,14 @@ class Guest:
         self._stop = os.eventfd(0)
         self._relay = threading.Thread(target=self._run)
         self._relay.start()
+        try:
+            slot_namespace = os.open(slot.netns, os.O_RDONLY)
+            for fd in (slot_namespace, self.namespace):
+                within(fd, wait_for_carrier)
+            os.close(slot_namespace)
+        except BaseException:
+            self.close()
+            raise
 
     def _settle(self) -> int:
         fd = links.attach_tap()

@@ -35,8 +35,11 @@ def lab() -> Iterator[Lab]:
 
 
 @pytest.fixture
-def settings(lab: Lab, tmp_path: Path) -> Settings:
-    return Settings(home=tmp_path / "home", runtime=tmp_path / "run")
+def settings(lab: Lab, tmp_path: Path) -> Iterator[Settings]:
+    yield Settings(home=tmp_path / "home", runtime=tmp_path / "run")
+    for line in reversed(Path("/proc/self/mountinfo").read_text().splitlines()):
+        if line.split()[4].startswith(str(tmp_path)):
+            namespace.umount(Path(line.split()[4]))  # of a test that failed
 
 
 @pytest.fixture

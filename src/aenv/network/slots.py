@@ -280,20 +280,24 @@ class Network:
         self._held.discard(index)
 
     async def _destroy(self, index: int) -> None:
-        name = addresses.link_name(index)
+        def release() -> HostLink | None:
+            with Rtnetlink() as connection:
+                link = links.host_link(connection, index)
+            namespace.unpin(self._path(index))
+            return link if link is not None and self._owns(link) else None
 
         def cut() -> None:
             with Rtnetlink() as connection:
                 self._cut(connection, index)
 
         with _explained(f"destroy network slot {index}"):
-            await self._run(lambda: namespace.unpin(self._path(index)))
+            link = await self._run(release)
             # The kernel takes dead namespaces apart in batches. Deleting each link by hand costs as much for every
             # single one, and holds up all other work on links meanwhile.
             loop = asyncio.get_running_loop()
             deadline = loop.time() + _PATIENCE
             assert self._probe is not None
-            while self._probe.ifindex(name) is not None:
+            while link is not None and self._probe.ifindex(addresses.link_name(index)) == link.ifindex:
                 if loop.time() > deadline:
                     await self._run(cut)
                     break
