@@ -32,14 +32,16 @@ impl Body {
     }
 }
 
+type Error = Box<dyn std::error::Error + Send + Sync>;
+
 impl hyper::body::Body for Body {
     type Data = Bytes;
-    type Error = hyper::Error;
+    type Error = Error;
 
     fn poll_frame(
         self: Pin<&mut Self>,
         cx: &mut Context<'_>,
-    ) -> Poll<Option<hyper::Result<Frame<Bytes>>>> {
+    ) -> Poll<Option<Result<Frame<Bytes>, Error>>> {
         match self.get_mut() {
             Body::Full(bytes) => Poll::Ready(bytes.take().map(|bytes| Ok(Frame::data(bytes)))),
             Body::Relay(relay) => relay.poll_frame(cx),
@@ -81,14 +83,17 @@ impl Relay {
         }))
     }
 
-    fn poll_frame(&mut self, cx: &mut Context<'_>) -> Poll<Option<hyper::Result<Frame<Bytes>>>> {
+    fn poll_frame(&mut self, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, Error>>> {
         loop {
             // Asking the body first tells the connection that there is room for another piece.
             let mut polled = Pin::new(&mut self.incoming).poll_frame(cx);
-            if polled.is_pending() {
-                if let Some((upstream, _)) = &mut self.live {
-                    upstream.poll(cx);
-                    polled = Pin::new(&mut self.incoming).poll_frame(cx);
+            if let (Poll::Pending, Some((upstream, _))) = (&polled, &mut self.live) {
+                upstream.poll(cx);
+                polled = Pin::new(&mut self.incoming).poll_frame(cx);
+                if polled.is_pending() && upstream.ended {
+                    return Poll::Ready(Some(Err(
+                        self.broken("the connection ended inside the response")
+                    )));
                 }
             }
             match ready!(polled) {
@@ -99,19 +104,21 @@ impl Relay {
                     }
                     return Poll::Ready(Some(Ok(frame)));
                 }
-                Some(Err(error)) => {
-                    // The client must not take a broken body for a complete one, whatever its framing.
-                    if let Some((_, exchange)) = self.live.take() {
-                        exchange.client().abort();
-                    }
-                    return Poll::Ready(Some(Err(error)));
-                }
+                Some(Err(error)) => return Poll::Ready(Some(Err(self.broken(error)))),
                 None => {
                     self.finish(cx);
                     return Poll::Ready(None);
                 }
             }
         }
+    }
+
+    /// The client must not take a broken body for a complete one, whatever its framing.
+    fn broken(&mut self, error: impl Into<Error>) -> Error {
+        if let Some((_, exchange)) = self.live.take() {
+            exchange.client().abort();
+        }
+        error.into()
     }
 
     fn finish(&mut self, cx: &mut Context<'_>) {

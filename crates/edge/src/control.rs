@@ -239,7 +239,7 @@ async fn replace(edge: &Edge, request: Request<Incoming>) -> Result<Response<Bod
 async fn open(edge: &Edge, spec: Spec) -> Result<Route, Failure> {
     let bad_request = |message| (StatusCode::BAD_REQUEST, message);
     spec.check().map_err(bad_request)?;
-    Route::open(spec, &edge.namespaces)
+    Route::open(spec, &edge.namespaces, &edge.idle_places)
         .await
         .map_err(bad_request)
 }

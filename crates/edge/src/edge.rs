@@ -6,6 +6,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use tokio::net::TcpListener;
+use tokio::sync::Semaphore;
 use tokio_util::sync::CancellationToken;
 
 use crate::client::{self, Clients};
@@ -29,6 +30,7 @@ pub struct Edge {
     pub namespaces: Namespaces,
     pub api: PathBuf,
     pub api_pool: Pool,
+    pub idle_places: Arc<Semaphore>,
     pub requests: AtomicU64,
     pub upstream_errors: AtomicU64,
     pub shutdown: CancellationToken,
@@ -43,6 +45,8 @@ impl Edge {
         log: Log,
         namespaces: Namespaces,
     ) -> Edge {
+        // Beside each client's own connection to a guest, see `capacity` in `main.rs`.
+        let idle_places = Arc::new(Semaphore::new((max_connections / 2).max(1)));
         Edge {
             started: Instant::now(),
             listen,
@@ -52,7 +56,12 @@ impl Edge {
             routes: Routes::default(),
             namespaces,
             api,
-            api_pool: Pool::new(IDLE_API_CONNECTIONS, IDLE_API_CONNECTIONS),
+            api_pool: Pool::new(
+                idle_places.clone(),
+                IDLE_API_CONNECTIONS,
+                IDLE_API_CONNECTIONS,
+            ),
+            idle_places,
             requests: AtomicU64::new(0),
             upstream_errors: AtomicU64::new(0),
             shutdown: CancellationToken::new(),

@@ -42,7 +42,7 @@ fn fail(message: &str) -> ExitCode {
 }
 
 fn run(options: Options) -> Result<(), String> {
-    let fitting = fitting_connections();
+    let fitting = capacity();
     let max_connections = options.limits.max_connections.unwrap_or(fitting);
     // The sockets come first: a second edge must fail before it disturbs anything.
     let listener =
@@ -125,8 +125,9 @@ fn listen(address: SocketAddr) -> io::Result<std::net::TcpListener> {
     Ok(socket.into())
 }
 
-/// Raises the limit of open files as far as allowed. Each connection of a client may need one to a guest.
-fn fitting_connections() -> usize {
+/// Raises the limit of open files as far as allowed and says how many clients fit into it. Each may need a connection to
+/// a guest, half as many connections may be idle, and an eighth of the files is left for network namespaces.
+fn capacity() -> usize {
     let limit = getrlimit(Resource::Nofile);
     let raised = Rlimit {
         current: limit.maximum,
@@ -137,7 +138,7 @@ fn fitting_connections() -> usize {
         Err(_) => limit.current,
     };
     let fitting = files.map_or(MAX_CONNECTIONS, |files| {
-        files.saturating_sub(SPARE_FILES) / 2
+        (files - files / 8).saturating_sub(SPARE_FILES) * 2 / 5
     });
     fitting.clamp(16, MAX_CONNECTIONS) as usize
 }

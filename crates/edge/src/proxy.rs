@@ -129,6 +129,10 @@ impl Exchange {
         } else {
             "it closed the connection before it answered"
         };
+        self.failure(cause)
+    }
+
+    fn failure(&self, cause: &str) -> Response<Body> {
         match &self.to {
             Destination::Api => answer::api_failed(cause),
             Destination::Guest(lease, port) => {
@@ -360,29 +364,24 @@ async fn respond(
         return Response::from_parts(head, Relay::start(body, upstream, exchange));
     }
     let Some(asked) = upgrade else {
-        return match &exchange.to {
-            Destination::Api => answer::api_failed("it changed the protocol unasked"),
-            Destination::Guest(lease, port) => answer::guest_failed(
-                &lease.route.spec.sandbox_id,
-                *port,
-                "it changed the protocol unasked",
-            ),
-        };
+        return exchange.failure("it changed the protocol unasked");
     };
     drop(body);
-    match upstream.into_tunnel().await {
-        Ok((upstream, read)) => {
-            headers::announce_upgrade(&mut head.headers, protocol.unwrap_or(asked));
-            let client = exchange.client().clone();
-            client.set_tunnel(Tunnel {
-                upstream,
-                read,
-                exchange,
-            });
-            Response::from_parts(head, Body::empty())
+    let (upstream, read) = match upstream.into_tunnel().await {
+        Ok(Some(tunnel)) => tunnel,
+        Ok(None) => {
+            return exchange.failure("it closed the connection when it changed the protocol")
         }
-        Err(error) => exchange.failed(&error),
-    }
+        Err(error) => return exchange.failed(&error),
+    };
+    headers::announce_upgrade(&mut head.headers, protocol.unwrap_or(asked));
+    let client = exchange.client().clone();
+    client.set_tunnel(Tunnel {
+        upstream,
+        read,
+        exchange,
+    });
+    Response::from_parts(head, Body::empty())
 }
 
 /// Reads the rest of a small body, so that its connection stays usable after a refusal. A client that waits for a

@@ -10,7 +10,7 @@ use std::time::Duration;
 use http::HeaderValue;
 use serde::{Deserialize, Serialize};
 use subtle::ConstantTimeEq;
-use tokio::sync::Notify;
+use tokio::sync::{Notify, Semaphore};
 
 use crate::client::Client;
 use crate::netns::Namespaces;
@@ -108,8 +108,12 @@ pub enum Refused {
 }
 
 impl Route {
-    /// Opens the namespace of a checked spec.
-    pub async fn open(spec: Spec, namespaces: &Namespaces) -> Result<Route, String> {
+    /// Opens the namespace of a checked spec. `idle_places` bounds the idle connections of all guests together.
+    pub async fn open(
+        spec: Spec,
+        namespaces: &Namespaces,
+        idle_places: &Arc<Semaphore>,
+    ) -> Result<Route, String> {
         let mut namespace = None;
         let mut inode = None;
         if let Some(path) = &spec.netns {
@@ -127,7 +131,7 @@ impl Route {
         let guest = Arc::new(Guest {
             namespace,
             inode,
-            pool: Pool::new(IDLE_PER_PORT, IDLE_PER_GUEST),
+            pool: Pool::new(idle_places.clone(), IDLE_PER_PORT, IDLE_PER_GUEST),
             serving: Mutex::default(),
             drained: Notify::new(),
         });

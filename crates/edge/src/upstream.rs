@@ -24,6 +24,7 @@ use hyper_util::rt::TokioIo;
 use rustix::net::RecvFlags;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::{TcpSocket, TcpStream, UnixStream};
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
 use crate::body::RequestBody;
 
@@ -179,11 +180,12 @@ pub struct SendError {
 /// One HTTP/1.1 connection.
 pub struct Upstream {
     sender: SendRequest<RequestBody>,
-    connection: Box<Connection<TokioIo<Socket>, RequestBody>>,
+    connection: Option<Box<Connection<TokioIo<Socket>, RequestBody>>>,
     fd: RawFd,
     allowance: Arc<AtomicU64>,
-    ended: bool,
-    /// True when it has served a request before, so that its other side may have closed it by now.
+    /// The connection has read and written its last; only an upgraded one is still of use.
+    pub ended: bool,
+    /// It has served a request before, so its other side may have closed it by now.
     pub reused: bool,
 }
 
@@ -198,7 +200,7 @@ impl Upstream {
             .await?;
         Ok(Upstream {
             sender,
-            connection: Box::new(connection),
+            connection: Some(Box::new(connection)),
             fd,
             allowance,
             ended: false,
@@ -208,8 +210,8 @@ impl Upstream {
 
     /// Lets the connection read and write what it can. Errors surface in the response or its body.
     pub fn poll(&mut self, cx: &mut Context<'_>) {
-        if !self.ended {
-            self.ended = self.connection.poll_without_shutdown(cx).is_ready();
+        if let Some(connection) = self.connection.as_mut().filter(|_| !self.ended) {
+            self.ended = connection.poll_without_shutdown(cx).is_ready();
         }
     }
 
@@ -220,12 +222,15 @@ impl Upstream {
     ) -> Result<Response<Incoming>, SendError> {
         self.allowance.store(HEAD_ALLOWANCE, Relaxed);
         let mut response = pin!(self.sender.try_send_request(request));
-        let (connection, ended) = (&mut self.connection, &mut self.ended);
         let result = std::future::poll_fn(|cx| {
-            if !*ended {
-                *ended = connection.poll_without_shutdown(cx).is_ready();
+            self.poll(cx);
+            let polled = response.as_mut().poll(cx);
+            if polled.is_pending() && self.ended {
+                // It closed before it took the request from its queue. The queue gives the request back when it goes.
+                self.connection = None;
+                return response.as_mut().poll(cx);
             }
-            response.as_mut().poll(cx)
+            polled
         })
         .await;
         self.allowance.store(UNLIMITED, Relaxed);
@@ -245,7 +250,10 @@ impl Upstream {
 
     /// True when the other side has neither closed the idle connection nor sent anything unasked.
     fn is_silent(&self) -> bool {
-        // SAFETY: `fd` is the socket inside `connection`, which lives as long as `self`.
+        if self.connection.is_none() {
+            return false;
+        }
+        // SAFETY: `fd` is the socket inside `connection`, which was just seen to be there and outlives the borrow.
         let fd = unsafe { BorrowedFd::borrow_raw(self.fd) };
         let mut byte = [0u8; 1];
         matches!(
@@ -255,18 +263,22 @@ impl Upstream {
     }
 
     /// After a 101 response: the bare connection, and what was read of it beyond the response.
-    pub async fn into_tunnel(mut self) -> hyper::Result<(Socket, Bytes)> {
+    pub async fn into_tunnel(mut self) -> hyper::Result<Option<(Socket, Bytes)>> {
+        let Some(mut connection) = self.connection.take() else {
+            return Ok(None);
+        };
         if !self.ended {
-            std::future::poll_fn(|cx| self.connection.poll_without_shutdown(cx)).await?;
+            std::future::poll_fn(|cx| connection.poll_without_shutdown(cx)).await?;
         }
-        let parts = self.connection.into_parts();
-        Ok((parts.io.into_inner(), parts.read_buf))
+        let parts = connection.into_parts();
+        Ok(Some((parts.io.into_inner(), parts.read_buf)))
     }
 }
 
 struct Parked {
     since: Instant,
     upstream: Upstream,
+    _place: OwnedSemaphorePermit,
 }
 
 /// The idle connections to one port, the longest idle first.
@@ -292,14 +304,17 @@ const SETTLING: Duration = Duration::from_millis(20);
 /// Idle connections to one guest (of one generation) by port, or to the control API. Bounded in number and time.
 pub struct Pool {
     shelves: Mutex<Shelves>,
+    places: Arc<Semaphore>,
     max_per_port: usize,
     max_total: usize,
 }
 
 impl Pool {
-    pub fn new(max_per_port: usize, max_total: usize) -> Pool {
+    /// `places` bounds the idle connections of all pools together, since each holds a file descriptor.
+    pub fn new(places: Arc<Semaphore>, max_per_port: usize, max_total: usize) -> Pool {
         Pool {
             shelves: Mutex::default(),
+            places,
             max_per_port,
             max_total,
         }
@@ -344,8 +359,14 @@ impl Pool {
         if shelf.parked.len() >= self.max_per_port {
             return;
         }
-        let since = Instant::now();
-        shelf.parked.push(Parked { since, upstream });
+        let Ok(place) = self.places.clone().try_acquire_owned() else {
+            return;
+        };
+        shelf.parked.push(Parked {
+            since: Instant::now(),
+            upstream,
+            _place: place,
+        });
         shelves.total += 1;
     }
 

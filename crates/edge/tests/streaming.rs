@@ -3,11 +3,12 @@
 mod common;
 
 use std::io::{Read, Write};
+use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
 use std::sync::mpsc::{channel, sync_channel};
-use std::time::Duration;
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
 
 use common::*;
-use std::sync::Mutex;
 
 #[test]
 fn a_response_streams_piece_by_piece() {
@@ -359,6 +360,28 @@ fn a_guest_that_closes_idle_connections_costs_no_request() {
         }
     }
     assert_eq!(guest.accepted(), 300);
+}
+
+#[test]
+fn requests_that_cross_a_closing_connection_are_answered() {
+    let edge = Edge::start();
+    let accepted = Arc::new(AtomicUsize::new(0));
+    // Closes each connection a little after its response: at once, or up to some 100 microseconds later.
+    let guest = Server::raw(move |mut conn| {
+        let n = accepted.fetch_add(1, SeqCst);
+        if conn.request().is_ok() {
+            conn.answer("ok").unwrap();
+            let since = Instant::now();
+            while since.elapsed() < Duration::from_micros(n as u64 % 150) {
+                std::hint::spin_loop();
+            }
+        }
+    });
+    edge.route("abc");
+    let mut conn = edge.connect();
+    for _ in 0..6000 {
+        assert_eq!(conn.get("abc", guest.port, "/").text(), "ok");
+    }
 }
 
 #[test]

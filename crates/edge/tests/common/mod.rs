@@ -403,6 +403,18 @@ impl<S: Stream> Conn<S> {
         }
     }
 
+    /// True when the reset of the connection has already arrived, behind whatever data came before.
+    pub fn is_reset_already(&mut self) -> bool {
+        self.stream.set_patience(Duration::from_micros(1));
+        loop {
+            match self.fill() {
+                Ok(0) => return false,
+                Ok(_) => {}
+                Err(error) => return error.kind() == io::ErrorKind::ConnectionReset,
+            }
+        }
+    }
+
     /// True while the peer has neither closed the connection nor sent anything.
     pub fn is_quiet_for(&mut self, time: Duration) -> bool {
         assert!(self.buffer.is_empty());
