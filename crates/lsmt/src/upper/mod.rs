@@ -25,6 +25,8 @@ mod io;
 mod journal;
 mod recover;
 mod space;
+#[cfg(test)]
+mod tests;
 
 use std::collections::VecDeque;
 use std::fs::{File, OpenOptions};
