@@ -1,7 +1,7 @@
-"""A control API that follows the contract, in memory, in front of a real agent.
+"""A control API that follows the contract, in memory.
 
-It is what the command line and the client are tried against where no virtual machine is needed: sandboxes are records,
-and all of them lead to the same ``aenv-envd agent`` process on this machine.
+It is what the command line and the client are tried against where no virtual machine is needed. Alone it has sandboxes
+that are records and nothing else; behind a real edge, all of them lead to one real agent on this machine.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from typing import Any
 from urllib.parse import unquote_plus
 
-import aiohttp
+import httpx
 from aiohttp import web
 
 KEY = "e2b_" + "0123456789" * 4
@@ -61,8 +62,8 @@ class Record:
 class Contract:
     """The server's state, open to the tests."""
 
-    agent: str | None = None
     url: str = ""
+    routes: Routes | None = None
     page: int = 100
     sandboxes: dict[str, Record] = field(default_factory=dict)
     created: dict[str, str] = field(default_factory=dict)
@@ -75,11 +76,19 @@ class Contract:
         now = datetime.now(UTC)
         timeout = timedelta(seconds=body.get("timeout", DEFAULT_TIMEOUT))
         record = Record(sandbox_id, {"templateID": "base", **body}, now, now + timeout)
+        if self.routes is not None:
+            self.routes.add(sandbox_id)
         self.sandboxes[sandbox_id] = record
         return record
 
+    def remove(self, sandbox_id: str) -> None:
+        """The end of a sandbox: unknown first, then its connections break."""
+        del self.sandboxes[sandbox_id]
+        if self.routes is not None:
+            self.routes.remove(sandbox_id)
+
     def app(self) -> web.Application:
-        app = web.Application(middlewares=[self._front], client_max_size=1 << 30)
+        app = web.Application(middlewares=[self._front])
         app.add_routes(
             [
                 web.post("/v2/sandboxes", self._create),
@@ -98,13 +107,7 @@ class Contract:
 
     @web.middleware
     async def _front(self, request: web.Request, handler: Any) -> web.StreamResponse:
-        """Sandbox traffic first, as the edge does; then the key."""
         self.requests.append((request.method, request.path_qs))
-        sandbox_id = request.headers.get("E2b-Sandbox-Id")
-        if sandbox_id is not None:
-            if sandbox_id not in self.sandboxes:
-                return failure(502, "The sandbox was not found", sandboxId=sandbox_id)
-            return await self._forward(request, self.sandboxes[sandbox_id])
         if self.busy:
             self.busy -= 1
             return failure(503, "the control plane is starting", {"Retry-After": "0"})
@@ -113,30 +116,6 @@ class Contract:
         if "id" in request.match_info and request.match_info["id"] not in (*self.sandboxes, "tbase"):
             return failure(404, f"there is no sandbox {request.match_info['id']}")
         return await handler(request)  # type: ignore[no-any-return]
-
-    async def _forward(self, request: web.Request, record: Record) -> web.StreamResponse:
-        if request.headers.get("X-Access-Token") != record.token:
-            return failure(401, "unauthorized access")
-        if self.agent is None:
-            return failure(502, "The sandbox is running but port is not open", sandboxId=record.sandbox_id)
-        headers = {name: value for name, value in request.headers.items() if name.lower() not in ("host",)}
-        timeout = aiohttp.ClientTimeout(total=None)
-        async with (
-            aiohttp.ClientSession(timeout=timeout, auto_decompress=False) as session,
-            session.request(
-                request.method, self.agent + request.path_qs, headers=headers, data=request.content
-            ) as upstream,
-        ):
-            response = web.StreamResponse(status=upstream.status)
-            for name in ("Content-Type", "Content-Length"):
-                if name in upstream.headers:
-                    response.headers[name] = upstream.headers[name]
-            await response.prepare(request)
-            async for chunk in upstream.content.iter_any():
-                if record.sandbox_id not in self.sandboxes:
-                    break
-                await response.write(chunk)
-            return response
 
     async def _create(self, request: web.Request) -> web.Response:
         body = await request.json()
@@ -168,7 +147,7 @@ class Contract:
         return web.json_response(detail)
 
     async def _delete(self, request: web.Request) -> web.Response:
-        del self.sandboxes[request.match_info["id"]]
+        self.remove(request.match_info["id"])
         return web.Response(status=204)
 
     async def _timeout(self, request: web.Request) -> web.Response:
@@ -218,28 +197,54 @@ class Contract:
         return web.Response(status=204)
 
     @contextmanager
-    def serve(self) -> Iterator[None]:
-        """Serve from a thread of its own, so that tests may block."""
+    def serve(self, socket: Path | None = None) -> Iterator[None]:
+        """Serve from a thread of its own, so that tests may block: on a port, or on a Unix ``socket``."""
         loop = asyncio.new_event_loop()
         thread = threading.Thread(target=loop.run_forever)
         thread.start()
         runner = web.AppRunner(self.app(), access_log=None, shutdown_timeout=1)
 
-        async def listen() -> str:
+        async def listen() -> None:
             await runner.setup()
-            site = web.TCPSite(runner, "127.0.0.1", 0)
-            await site.start()
-            host, port = runner.addresses[0][:2]
-            return f"http://{host}:{port}"
+            if socket is not None:
+                await web.UnixSite(runner, str(socket)).start()
+            else:
+                await web.TCPSite(runner, "127.0.0.1", 0).start()
+                self.url = "http://{}:{}".format(*runner.addresses[0][:2])
 
         try:
-            self.url = asyncio.run_coroutine_threadsafe(listen(), loop).result(10)
+            asyncio.run_coroutine_threadsafe(listen(), loop).result(10)
             yield
         finally:
             asyncio.run_coroutine_threadsafe(runner.cleanup(), loop).result(10)
             loop.call_soon_threadsafe(loop.stop)
             thread.join(10)
             loop.close()
+
+
+class Routes:
+    """The part of the control socket of an edge that a control plane needs to move sandboxes in and out."""
+
+    def __init__(self, control: Path, address: str) -> None:
+        self._client = httpx.Client(transport=httpx.HTTPTransport(uds=str(control)), base_url="http://edge")
+        self.address = address
+        self._generation = 0
+
+    def add(self, sandbox_id: str) -> None:
+        self._generation += 1
+        route = {
+            "sandbox_id": sandbox_id,
+            "generation": self._generation,
+            "address": self.address,
+            "netns": None,
+        }
+        self._client.put(f"/v1/routes/{sandbox_id}", json=route).raise_for_status()
+
+    def remove(self, sandbox_id: str) -> None:
+        self._client.delete(f"/v1/routes/{sandbox_id}").raise_for_status()
+
+    def close(self) -> None:
+        self._client.close()
 
 
 def failure(status: int, message: str, headers: dict[str, str] | None = None, **more: Any) -> web.Response:

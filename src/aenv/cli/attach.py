@@ -17,7 +17,11 @@ from aenv.errors import AenvError, BadRequest, NotFound, OperationFailed, Unavai
 
 _GRACE = 2.0
 _KEEP_ALIVE = 300
+_LEAVING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _DESCRIPTORS = {"stdout": 1, "stderr": 2, "pty": 1}
+
+
+Signals = asyncio.Queue[int]
 
 
 class Left(Exception):
@@ -44,13 +48,14 @@ async def pipes(
     """
     async with _lost(sandbox), sandbox.processes.start(command, user=user, cwd=cwd, env=env, stdin=stdin) as process:
         feeding = [_feed(process)] if stdin else []
-        async with _beside(*feeding, _end_on_signals(process)):
-            try:
-                async for stream, data in process:
-                    await streams.write(_DESCRIPTORS[stream], data)
-            except BrokenPipeError:
-                await _end(process)
-                raise
+        with _signals(*_LEAVING) as received:
+            async with _beside(*feeding, _end_on_signals(process, received)):
+                try:
+                    async for stream, data in process:
+                        await streams.write(_DESCRIPTORS[stream], data)
+                except BrokenPipeError:
+                    await _end(process)
+                    raise
     assert process.exit is not None
     return process.exit.code
 
@@ -90,12 +95,16 @@ async def tty(
         _lost(sandbox),
         sandbox.processes.start(command, user=user, cwd=cwd, env=variables, stdin=True, pty=shown) as process,
     ):
-        beside = [_type(process), _follow_size(process, shown), _leave_on_signals()]
-        if keep_alive:
-            beside.append(_keep_alive(sandbox))
+        keeping = [_keep_alive(sandbox)] if keep_alive else []
         try:
-            with terminal.raw(sys.stdin.fileno()):
-                async with _beside(*beside):
+            with (
+                _signals(*_LEAVING) as received,
+                _signals(signal.SIGWINCH) as resized,
+                terminal.raw(sys.stdin.fileno()),
+            ):
+                async with _beside(
+                    _type(process), _follow_size(process, shown, resized), _leave_on_signals(received), *keeping
+                ):
                     async for stream, data in process:
                         await streams.write(_DESCRIPTORS[stream], data)
         finally:
@@ -160,17 +169,14 @@ async def _type(process: Process) -> None:
         raise Left(128 + signal.SIGHUP)
 
 
-async def _follow_size(process: Process, shown: Size) -> None:
-    changed = asyncio.Event()
-    with _handled((signal.SIGWINCH,), lambda _: changed.set()):
-        while True:
-            size = terminal.size()
-            if size != shown:
-                with suppress(NotFound):
-                    await process.resize(size)
-                shown = size
-            await changed.wait()
-            changed.clear()
+async def _follow_size(process: Process, shown: Size, resized: Signals) -> None:
+    while True:
+        size = terminal.size()
+        if size != shown:
+            with suppress(NotFound):
+                await process.resize(size)
+            shown = size
+        await resized.get()
 
 
 async def _keep_alive(sandbox: Sandbox) -> None:
@@ -185,29 +191,27 @@ async def _keep_alive(sandbox: Sandbox) -> None:
         await asyncio.sleep(_KEEP_ALIVE / 5)
 
 
-async def _end_on_signals(process: Process) -> None:
-    received: asyncio.Queue[int] = asyncio.Queue()
-    with _handled((signal.SIGINT, signal.SIGTERM, signal.SIGHUP), received.put_nowait):
-        await received.get()
-        await process.signal(15)
-        await received.get()
-        await process.signal(9)
-        raise Left(128 + await received.get())
+async def _end_on_signals(process: Process, received: Signals) -> None:
+    await received.get()
+    await process.signal(15)
+    await received.get()
+    await process.signal(9)
+    raise Left(128 + await received.get())
 
 
-async def _leave_on_signals() -> None:
-    received: asyncio.Queue[int] = asyncio.Queue()
-    with _handled((signal.SIGINT, signal.SIGTERM, signal.SIGHUP), received.put_nowait):
-        raise Left(128 + await received.get())
+async def _leave_on_signals(received: Signals) -> None:
+    raise Left(128 + await received.get())
 
 
 @contextmanager
-def _handled(numbers: tuple[signal.Signals, ...], handler: Any) -> Iterator[None]:
+def _signals(*numbers: signal.Signals) -> Iterator[Signals]:
+    """Collect signals from now on. Not a task's work: it could begin only after the first output was shown."""
     loop = asyncio.get_running_loop()
+    received: Signals = asyncio.Queue()
     for number in numbers:
-        loop.add_signal_handler(number, handler, number)
+        loop.add_signal_handler(number, received.put_nowait, number)
     try:
-        yield
+        yield received
     finally:
         for number in numbers:
             loop.remove_signal_handler(number)

@@ -143,7 +143,7 @@ def tun(_: Settings) -> Finding:
 def network(settings: Settings) -> list[Finding]:
     from aenv.network import diagnose
 
-    found = asyncio.run(diagnose(settings))
+    found = diagnose(settings)
     if not found:
         return [Finding("ok", f"nothing stands in the way of {settings.network.subnet}")]
     return [Finding("failed" if each.fatal else "warning", each.message, each.remedy) for each in found]

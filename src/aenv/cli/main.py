@@ -7,6 +7,7 @@ stay fast: ``COMMANDS`` holds all that the overview shows.
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from importlib import import_module
 from typing import Any, NoReturn
@@ -53,6 +54,12 @@ class Commands(click.Group):
         assert isinstance(command, click.Command)
         return command
 
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except BrokenPipeError:
+            return _nobody_reads()
+
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         shown = {name: [name] for name in COMMANDS}
         for alias, name in ALIASES.items():
@@ -81,14 +88,19 @@ def run(arguments: list[str] | None) -> int:
 
     Failures are one line on stderr. ``AENV_DEBUG=1`` adds the traceback.
     """
+    status = _invoke(arguments)
     try:
-        status = _invoke(arguments)
         sys.stdout.flush()
     except BrokenPipeError:
-        # The reader of our output went away; what is still buffered must not fail again at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 128 + 13
+        return _nobody_reads()
     return status
+
+
+def _nobody_reads() -> int:
+    """The reader of our output went away, which is its right: end as a program does that SIGPIPE ends."""
+    # What is still buffered must not fail again at exit.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 128 + signal.SIGPIPE
 
 
 def _invoke(arguments: list[str] | None) -> int:
@@ -99,9 +111,7 @@ def _invoke(arguments: list[str] | None) -> int:
         error.show()
         return error.exit_code
     except (click.Abort, KeyboardInterrupt):
-        return 128 + 2
-    except BrokenPipeError:
-        raise
+        return 128 + signal.SIGINT
     except AenvError as error:
         if debug:
             raise

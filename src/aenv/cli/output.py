@@ -23,16 +23,16 @@ def print_json(value: Any) -> None:
 
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """Cells may be anybody's words, so they are neither markup nor able to move the cursor. Identifiers, in the
-    first column, are never cut."""
+    """Cells may be anybody's words, so they are neither markup nor able to move the cursor. In a narrow terminal the
+    last column folds; no cell is cut as long as there is room at all."""
     from rich import box
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
-    for number, column in enumerate(columns):
-        table.add_column(column, no_wrap=True, overflow="ignore" if number == 0 else "ellipsis")
+    for number, column in enumerate(columns, 1):
+        table.add_column(column, no_wrap=number < len(columns), overflow="fold")
     for row in rows:
         table.add_row(*(Text(printable(cell)) for cell in row))
     Console().print(table)

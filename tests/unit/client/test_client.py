@@ -126,7 +126,7 @@ async def test_no_server() -> None:
         taken.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{taken.getsockname()[1]}"
         async with Client(Credentials(url, "the test", KEY, "the test")) as client:
-            with pytest.raises(Unavailable, match="connection refused .*aenv serve"):
+            with pytest.raises(Unavailable, match=r"connection refused .*aenv serve"):
                 await client.check()
 
 

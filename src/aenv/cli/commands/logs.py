@@ -38,7 +38,7 @@ async def _show(client: Client, sandbox_id: str, follow: bool, limit: int) -> No
     tail = Tail(page[:-limit])
     while follow:
         for line in tail.fresh(page):
-            click.echo(harmless(line))
+            click.echo(harmless(line), color=True)
         await asyncio.sleep(_INTERVAL)
         try:
             page = [entry.line for entry in await client.logs(sandbox_id, limit=_LINES)]
@@ -46,7 +46,7 @@ async def _show(client: Client, sandbox_id: str, follow: bool, limit: int) -> No
             page = []
             break
     for line in tail.rest(page):
-        click.echo(harmless(line))
+        click.echo(harmless(line), color=True)
 
 
 class Tail:
