@@ -83,7 +83,9 @@ def _sweep(parent: Path) -> None:
             continue
         try:
             if _try_lock(descriptor):
-                remove_tree(path)
+                # A program that the dead process had started may still be writing there; then it is for the next one.
+                with contextlib.suppress(OSError):
+                    remove_tree(path)
         finally:
             os.close(descriptor)
 
