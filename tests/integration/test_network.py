@@ -210,6 +210,32 @@ async def test_nobody_opens_a_connection_towards_a_guest_from_outside(lab: Lab, 
         command("nft", "-f", "-", stdin=rules.host_table())
 
 
+async def test_a_program_beside_the_guest_reaches_the_guest_only(network: Network, slot: Slot) -> None:
+    """Such as a VMM that its guest has taken over."""
+    with pytest.raises(OSError):
+        in_slot(slot, lambda: ask(OUTSIDE, ECHO, timeout=FAST))
+    in_slot(slot, lambda: command("nft", "flush ruleset"))
+    # The way is there, only the rules close it.
+    assert in_slot(slot, lambda: ask(OUTSIDE, ECHO)) == f"{HOST} 0"
+
+
+async def test_pins_do_not_spread_into_other_mount_namespaces(lab: Lab, tmp_path: Path) -> None:
+    command("mount", "--bind", str(tmp_path), str(tmp_path))
+    command("mount", "--make-shared", str(tmp_path))
+    network = Network(Settings(home=tmp_path / "home", runtime=tmp_path / "run"))
+    try:
+        await network.open()
+        slot = await network.create()
+        lines = [line.split() for line in Path("/proc/self/mountinfo").read_text().splitlines()]
+        optional = {fields[4]: fields[6 : fields.index("-")] for fields in lines}
+        assert optional[str(tmp_path)][0].startswith("shared:")
+        assert optional[str(slot.netns)] == []
+        await network.destroy(slot)
+        await network.close()
+    finally:
+        command("umount", "--lazy", str(tmp_path))
+
+
 async def test_packets_under_a_false_source_go_nowhere(lab: Lab, network: Network, slot: Slot) -> None:
     receiver = within(lab.outside, lambda: socket.socket(socket.AF_INET, socket.SOCK_DGRAM))
     receiver.bind((OUTSIDE, 5300))
@@ -676,6 +702,20 @@ async def test_a_subnet_that_the_machine_uses_is_refused(lab: Lab, tmp_path: Pat
     finally:
         command("ip", "addr", "del", "10.55.3.1/24", "dev", "wan0")
         await network.close()
+
+
+async def test_a_route_to_a_wider_range_is_no_obstacle(lab: Lab, tmp_path: Path) -> None:
+    network = Network(Settings(home=tmp_path, runtime=tmp_path / "run"))
+    command("ip", "route", "add", "10.0.0.0/8", "via", "198.51.100.2")
+    try:
+        await network.open()
+        slot = await network.create()
+        with guest(network, slot) as vm:
+            assert vm.ask(OUTSIDE) == f"{HOST} 0"
+        await network.destroy(slot)
+        await network.close()
+    finally:
+        command("ip", "route", "del", "10.0.0.0/8")
 
 
 async def test_a_home_that_numbers_the_same_range_differently_is_refused(network: Network, tmp_path: Path) -> None:

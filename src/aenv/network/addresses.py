@@ -69,9 +69,6 @@ class Subnet(msgspec.Struct, frozen=True):
             raise ValueError(f"slot {index} is outside of {self.network}, which has {self.capacity} slots")
         return IPv4Network((int(self.network.network_address) + 2 * index, 31))
 
-    def overlaps(self, other: IPv4Network) -> bool:
-        return self.network.overlaps(other)
-
     def __contains__(self, address: str) -> bool:
         return IPv4Address(address) in self.network
 

@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 from collections.abc import Iterator
-from ipaddress import IPv4Network
+from ipaddress import IPv4Address, IPv4Network
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +60,7 @@ def _findings(settings: Settings) -> Iterator[Finding]:
             "this machine has no default route, so sandboxes cannot reach anything", "ip route add default via …"
         )
     for address in resolvers:
-        if address in own:
+        if address in own or IPv4Address(address).is_loopback:
             yield Finding(
                 f"the name server {address} is this machine itself, which sandboxes may not reach",
                 "set [network] dns to one on another machine",

@@ -42,6 +42,12 @@ class Presence:
     def close(self) -> None:
         os.close(self._fd)
 
+    def __enter__(self) -> Presence:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
 
 def check() -> None:
     """Raises SetupError, with a remedy, for what this process lacks."""
@@ -87,15 +93,15 @@ def dismantle(nftables: Nftables) -> None:
 
 def check_subnet(host: Rtnetlink, subnet: Subnet) -> None:
     """Raises SetupError if the machine uses part of ``subnet`` for something else, or another home numbers its slots
-    differently inside it."""
+    differently inside it. A route to a wider range is no obstacle: those of slots are more specific."""
     before, routes, numbered, after = links.host_links(host), host.routes(), host.addresses(), links.host_links(host)
     slots = {link.ifindex: link.index for link in (*before, *after)}  # other homes make and destroy slots meanwhile
     remedy = "give [network] subnet a range that this machine does not use"
     for destination, device in routes:
         network = IPv4Network(destination)
-        if device not in slots and network.prefixlen and subnet.overlaps(network):
+        if device not in slots and network.subnet_of(subnet.network):
             raise SetupError(
-                f"the subnet {subnet.network} overlaps the route {destination} of this machine", remedy=remedy
+                f"the subnet {subnet.network} contains the route {destination} of this machine", remedy=remedy
             )
     for device, address in numbered:
         index = slots.get(device)

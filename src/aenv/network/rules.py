@@ -97,6 +97,11 @@ table inet {TABLE} {{
     iifname "lo" accept
     ct state established,related accept
   }}
+  chain output {{
+    # What runs in the namespace speaks to the guest only; a VMM that was taken over gains nothing by its place.
+    type filter hook output priority filter; policy drop;
+    oifname {{ "lo", "{TAP}" }} accept
+  }}
   chain postrouting {{
     type nat hook postrouting priority srcnat; policy accept;
     oifname "{UPLINK}" masquerade
