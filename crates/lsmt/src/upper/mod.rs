@@ -96,7 +96,7 @@ pub struct Sealed {
 /// A writable upper; see the module.
 #[derive(Debug)]
 pub struct Upper {
-    file: Arc<File>,
+    file: File,
     path: PathBuf,
     identity: Identity,
     key: LayerKey,
@@ -282,7 +282,7 @@ impl Upper {
         journal: Option<JournalState>,
     ) -> Upper {
         Upper {
-            file: Arc::new(file),
+            file,
             path: path.to_owned(),
             identity,
             key: LayerKey::unique(),
@@ -344,7 +344,10 @@ impl Upper {
     pub fn layer(&self) -> Result<Layer> {
         let (entries, virtual_size) = self.frozen_index()?;
         let size = u64::from(locked(&self.space).end()) * BLOCK_SIZE;
-        let source = Arc::new(FileSource::with_size(self.file.clone(), size));
+        // Opened anew: the lock of the upper's own file must end with the upper, however long the layer lives.
+        let file =
+            File::open(&self.path).map_err(Error::io(format!("open {}", self.path.display())))?;
+        let source = Arc::new(FileSource::with_size(Arc::new(file), size));
         let index = Arc::new(Index::from_sorted(entries));
         Ok(Layer::from_parts(
             self.key,

@@ -3,6 +3,7 @@
 mod support;
 
 mod commit;
+mod image;
 mod pair;
 mod read;
 mod zfile;
