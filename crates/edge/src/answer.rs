@@ -95,6 +95,17 @@ pub fn guest_timeout(id: &str, port: u16) -> Response<Body> {
     report(StatusCode::GATEWAY_TIMEOUT, Some(id), Some(port), message)
 }
 
+/// We are out of something the kernel gives out; the guest has no part in it.
+pub fn node_exhausted(id: &str, cause: &str) -> Response<Body> {
+    let message = format!("The node cannot open more connections ({cause}); try again");
+    retry_soon(report(
+        StatusCode::SERVICE_UNAVAILABLE,
+        Some(id),
+        None,
+        &message,
+    ))
+}
+
 pub fn token_refused(id: &str) -> Response<Body> {
     let message = "This sandbox is private; send its traffic access token in the header e2b-traffic-access-token";
     report(StatusCode::FORBIDDEN, Some(id), None, message)

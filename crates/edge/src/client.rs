@@ -31,7 +31,7 @@ use crate::tunnel::{self, Tunnel};
 /// Largest head of a request, and the read buffer of a connection, in bytes. The number of headers is limited to the
 /// 100 of the HTTP library. Beyond either the client gets a 431.
 const MAX_HEAD: usize = 64 * 1024;
-const MAX_BUFFER: usize = 128 * 1024;
+const MAX_BUFFER: usize = 64 * 1024;
 /// How long and how much a connection that ends in the middle of an upload is still read. Closing it at once would reset
 /// it, and the client would lose the answer that says why.
 const LINGER: Duration = Duration::from_secs(3);

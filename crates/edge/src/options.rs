@@ -13,7 +13,7 @@ usage: aenv-edge --listen ADDR:PORT --control PATH --api PATH [options]
   --control PATH              Unix socket for the control plane (created, mode 0600)
   --api PATH                  Unix socket of the control API
   --log-level LEVEL           error, warn, info (default) or debug
-  --max-connections N         open client connections (default: fitted to the file limit, at most 65536)
+  --max-connections N         open client connections (default: fitted to the file limit, at most 16384)
   --max-per-sandbox N         requests and tunnels served at once for one sandbox (default 2048)
   --header-timeout-ms N       time to send the head of a request (default 30000)
   --idle-timeout-ms N         silence on a connection between requests (default 660000)

@@ -114,6 +114,9 @@ impl Exchange {
             return Err(match error.kind() {
                 io::ErrorKind::ConnectionRefused => answer::port_closed(&spec.sandbox_id, port),
                 io::ErrorKind::TimedOut => answer::guest_timeout(&spec.sandbox_id, port),
+                _ if upstream::is_exhaustion(&error) => {
+                    answer::node_exhausted(&spec.sandbox_id, &error.to_string())
+                }
                 _ => answer::guest_failed(&spec.sandbox_id, port, &error.to_string()),
             });
         }

@@ -30,7 +30,7 @@ use crate::body::RequestBody;
 
 /// Largest head of a response, and the read buffer of a connection, in bytes.
 const MAX_HEAD: usize = 64 * 1024;
-const MAX_BUFFER: usize = 128 * 1024;
+const MAX_BUFFER: usize = 64 * 1024;
 
 /// How much may be read until the head of the final response is complete: the largest head and what one read may take
 /// in beyond it. Without this, a guest could keep the parser busy for ever with interim responses.
@@ -161,6 +161,16 @@ pub async fn connect_unix(path: &Path, limit: Duration) -> io::Result<Socket> {
             connected => return connected.map(|stream| Socket::new(Stream::Unix(stream))),
         }
     }
+}
+
+/// True when a socket could not be made for lack of files or memory.
+pub fn is_exhaustion(error: &io::Error) -> bool {
+    use rustix::io::Errno;
+    let errno = Errno::from_io_error(error);
+    matches!(
+        errno,
+        Some(Errno::MFILE | Errno::NFILE | Errno::NOMEM | Errno::NOBUFS)
+    )
 }
 
 /// True when a response was given up because its head did not end.

@@ -3,6 +3,7 @@
 mod common;
 
 use std::io::{Read, Write};
+use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
 use std::time::{Duration, Instant};
 
 use common::*;
@@ -363,4 +364,105 @@ fn ten_thousand_requests_leave_nothing_open() {
     eventually("all files to be closed", || {
         (edge.open_files() <= before).then_some(())
     });
+}
+
+/// A small generator of noise with a fixed seed, so that a failure can be repeated.
+struct Noise(u64);
+
+impl Noise {
+    fn next(&mut self, below: usize) -> usize {
+        self.0 ^= self.0 << 13;
+        self.0 ^= self.0 >> 7;
+        self.0 ^= self.0 << 17;
+        (self.0 % below as u64) as usize
+    }
+
+    /// Flips, drops, doubles and inserts a few bytes.
+    fn damage(&mut self, bytes: &mut Vec<u8>) {
+        for _ in 0..1 + self.next(6) {
+            if bytes.is_empty() {
+                return;
+            }
+            let at = self.next(bytes.len());
+            match self.next(5) {
+                0 => bytes[at] = self.next(256) as u8,
+                1 => drop(bytes.remove(at)),
+                2 => bytes.insert(at, b"\r\n :;,\0%/\t-"[self.next(11)]),
+                3 => bytes.truncate(at),
+                _ => {
+                    let end = (at + 1 + self.next(40)).min(bytes.len());
+                    let copy = bytes[at..end].to_vec();
+                    bytes.splice(at..at, copy);
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn damaged_messages_from_both_sides_harm_nobody() {
+    let edge = Edge::start();
+    // Not the strict servers of the other tests: what arrives here may be anything the edge took for a request.
+    let open = Server::raw(|mut conn| {
+        let mut taken = [0u8; 4096];
+        // It would wait for the rest of a request, and the edge for the rest of its response.
+        conn.stream.set_patience(Duration::from_millis(200));
+        while matches!(conn.stream.read(&mut taken), Ok(n) if n > 0) {
+            if conn.answer("fine").is_err() {
+                return;
+            }
+        }
+    });
+    let responses = [
+        "HTTP/1.1 200 OK\r\ncontent-length: 5\r\n\r\nhello",
+        "HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\ntrailer: x\r\n\r\n5;a=b\r\nhello\r\n0\r\nx: y\r\n\r\n",
+        "HTTP/1.1 101 Go\r\nconnection: upgrade\r\nupgrade: x\r\n\r\nbytes",
+        "HTTP/1.1 103 Hints\r\nlink: x\r\n\r\nHTTP/1.1 204 No Content\r\nconnection: close, x-a\r\nx-a: 1\r\n\r\n",
+    ];
+    let seed = AtomicU64::new(1);
+    let hostile = Server::raw(move |mut conn| {
+        let n = seed.fetch_add(1, SeqCst);
+        let mut noise = Noise(n.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1);
+        let mut taken = [0u8; 4096];
+        // It would wait for the rest of a request, and the edge for the rest of its response.
+        conn.stream.set_patience(Duration::from_millis(200));
+        while matches!(conn.stream.read(&mut taken), Ok(n) if n > 0) {
+            let mut response = responses[noise.next(responses.len())].as_bytes().to_vec();
+            noise.damage(&mut response);
+            if conn.stream.write_all(&response).is_err() || noise.next(2) == 0 {
+                return;
+            }
+        }
+    });
+    edge.route("abc");
+    let (open, hostile) = (open.port, hostile.port);
+    let requests = [
+        request("GET", "abc", open, "/a/%2e%2e/b?c#d", "connection: x-y, close\r\nx-y: 1\r\n"),
+        request("POST", "abc", open, "/", "transfer-encoding: chunked\r\n") + "3;x\r\nabc\r\n0\r\nt: u\r\n\r\n",
+        request("PUT", "abc", hostile, "/", "content-length: 5\r\nexpect: 100-continue\r\n") + "hello",
+        request("GET", "abc", hostile, "/", "connection: upgrade\r\nupgrade: x\r\n") + "early",
+        request("GET", "abc", hostile, "/", ""),
+        "GET http://80-abc.x/ HTTP/1.1\r\nhost: 80-abc.x\r\ne2b-sandbox-id: abc\r\ne2b-sandbox-port: 80\r\n\r\n".into(),
+    ];
+    let (edge_ref, requests) = (&edge, &requests);
+    std::thread::scope(|scope| {
+        for worker in 0..8u64 {
+            scope.spawn(move || {
+                let mut noise = Noise(0xABCD_EF01 + worker);
+                for n in 0..250 {
+                    let mut conn = edge_ref.connect();
+                    let mut bytes = requests[n % requests.len()].clone().into_bytes();
+                    if noise.next(4) > 0 {
+                        noise.damage(&mut bytes);
+                    }
+                    let _ = conn.stream.write_all(&bytes);
+                    let _ = conn.stream.shutdown(std::net::Shutdown::Write);
+                    // Whatever comes, the connection comes to its end.
+                    let _ = conn.ends_with_reset();
+                }
+            });
+        }
+    });
+    edge.wait_until_unconnected();
+    assert_eq!(edge.get("abc", open, "/").text(), "fine");
 }

@@ -68,6 +68,7 @@ impl Edge {
         let mut child = Edge::command(&dir.0, "127.0.0.1:0")
             .args(args)
             .stdout(Stdio::piped())
+            .stderr(std::fs::File::create(dir.0.join("log")).unwrap())
             .spawn()
             .unwrap();
         let mut stdout = BufReader::new(child.stdout.take().unwrap());
@@ -165,6 +166,13 @@ impl Drop for Edge {
     fn drop(&mut self) {
         let _ = self.child.kill();
         let _ = self.child.wait();
+        let log = std::fs::read_to_string(self.dir.0.join("log")).unwrap_or_default();
+        if std::thread::panicking() {
+            eprintln!("log of the edge:\n{log}");
+        } else {
+            // A panic takes one connection only, so no answer would tell.
+            assert!(!log.contains("panicked"), "{log}");
+        }
     }
 }
 
