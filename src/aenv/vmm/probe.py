@@ -18,7 +18,7 @@ import msgspec
 
 from aenv.errors import SetupError
 from aenv.vmm import kvm_trial
-from aenv.vmm.process import boot_id
+from aenv.vmm.process import Account, boot_id
 
 Kind = Literal["kvm-intel", "kvm-amd", "tcg"]
 
@@ -81,6 +81,20 @@ def probe(directory: Path, device: Path = DEVICE) -> Acceleration:
     temporary.write_bytes(msgspec.json.encode(_Cache(_FORMAT, boot_id(), modules, result)))
     temporary.replace(path)
     return result
+
+
+def with_kvm(account: Account, device: Path = DEVICE) -> Account:
+    """The account, with the one group it needs to open the device itself. SetupError if there is no such group."""
+    status = device.stat()
+    groups = {account.gid, *account.groups}
+    if status.st_mode & 0o006 == 0o006 or (status.st_mode & 0o060 == 0o060 and status.st_gid in groups):
+        return account
+    if status.st_mode & 0o060 == 0o060 and status.st_gid != 0:
+        return msgspec.structs.replace(account, groups=(*account.groups, status.st_gid))
+    raise SetupError(
+        f"{device} is open to root only, but virtual machines run as user {account.uid}",
+        remedy=f"chgrp kvm {device} && chmod 0660 {device}",
+    )
 
 
 def run_trial(device: Path = DEVICE) -> dict[str, Any]:

@@ -47,10 +47,11 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class Account(msgspec.Struct, frozen=True):
-    """Who a process runs as."""
+    """Who a process runs as. ``groups`` are all its supplementary groups."""
 
     uid: int
     gid: int
+    groups: tuple[int, ...] = ()
 
 
 class Identity(msgspec.Struct, frozen=True):
@@ -299,7 +300,7 @@ def _limits(launch: Launch) -> list[str]:
 
 
 def _credentials(account: Account | None) -> dict[str, Any]:
-    return {} if account is None else {"user": account.uid, "group": account.gid, "extra_groups": []}
+    return {} if account is None else {"user": account.uid, "group": account.gid, "extra_groups": list(account.groups)}
 
 
 def _enter(netns: Path) -> None:

@@ -21,7 +21,7 @@ from aenv.errors import SetupError, VmmFailed
 from aenv.programs import system_program
 from aenv.vmm.images import DescriptorSets, block_device
 from aenv.vmm.interface import BootConfig, Exit, Machine, MachineRecord
-from aenv.vmm.probe import Acceleration, choose
+from aenv.vmm.probe import Acceleration, choose, with_kvm
 from aenv.vmm.process import Account, Identity, Launch, Process, account
 from aenv.vmm.qemu_command import Resources, arguments, check, kernel_command_line
 from aenv.vmm.qmp import COMMAND_TIMEOUT, GREETING_TIMEOUT, Qmp
@@ -29,6 +29,7 @@ from aenv.vmm.tsc import tsc_khz
 
 NAME = "qemu"
 MONITOR = "qmp.sock"
+DYING_TIME = 0.5  # seconds
 OLDEST = (7, 2)
 
 
@@ -51,7 +52,6 @@ class QemuMachine:
             try:
                 answer = await self._execute("query-status")
             except VmmFailed:
-                # It may have ended before the question, or because of what it was about to answer.
                 if not self._process.exited:
                     raise
                 return "gone"
@@ -105,7 +105,14 @@ class QemuMachine:
         return self._process.messages().strip()
 
     async def _execute(self, command: str) -> Any:
-        return await (await self.connect(COMMAND_TIMEOUT)).execute(command)
+        try:
+            return await (await self.connect(COMMAND_TIMEOUT)).execute(command)
+        except VmmFailed:
+            if self._qmp is None or self._qmp.broken:
+                # A process that ends closes its monitor first; give it the time to be what it seems.
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._process.wait(), DYING_TIME)
+            raise
 
 
 class QemuDriver:
@@ -134,6 +141,8 @@ class QemuDriver:
             )
         acceleration = await asyncio.to_thread(choose, settings.accelerator, directory)
         user = account(settings.user) if os.geteuid() == 0 else None
+        if user is not None and acceleration.kind != "tcg":
+            user = with_kvm(user)
         return cls(program, version, acceleration, user, await asyncio.to_thread(tsc_khz))
 
     @property

@@ -41,10 +41,14 @@ def check(config: BootConfig) -> None:
 
 
 def kernel_command_line(config: BootConfig, *, tsc_khz: int | None) -> str:
-    """``tsc_khz`` is for guests under TCG and only for them. Their TSC runs at the rate of the host's, and measuring it
-    with nothing but an emulated timer fails on a busy host, after which the kernel waits for ever."""
+    """``tsc_khz`` is for guests under TCG and only for them; their TSC is the host's.
+
+    To measure its rate with nothing but an emulated timer fails on a busy host, after which the kernel waits for ever.
+    To check it against ticks that come late makes the kernel distrust it (3 of 16 guests on a busy host), and then it
+    has no clock that is better than those ticks.
+    """
     words = [
-        *([f"tsc_early_khz={tsc_khz}"] if tsc_khz is not None else []),
+        *([f"tsc_early_khz={tsc_khz}", "tsc=reliable"] if tsc_khz is not None else []),
         "console=ttyS0",
         "quiet",
         "loglevel=3",

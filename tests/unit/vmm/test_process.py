@@ -54,12 +54,12 @@ async def test_what_a_process_inherits(tmp_path: Path) -> None:
 
 async def test_it_is_unprivileged_and_limited(tmp_path: Path) -> None:
     script = "id -u; id -G; ulimit -c; ulimit -Hf; cat /proc/self/oom_score_adj; umask; ps -o sid= -p $$; echo $$"
-    code, out, _ = await run(tmp_path, script, account=Account(61380, 61381), file_limit=1 << 20)
+    code, out, _ = await run(tmp_path, script, account=Account(61380, 61381, (61382,)), file_limit=1 << 20)
     lines = out.split()
     assert code == 0
-    assert lines[:5] == ["61380", "61381", "0", "2048", "500"]
-    assert lines[5] == "0077"
-    assert lines[6] == lines[7]
+    assert lines[:6] == ["61380", "61381", "61382", "0", "2048", "500"]
+    assert lines[6] == "0077"
+    assert lines[7] == lines[8]
 
 
 async def test_a_file_cannot_grow_beyond_the_limit(tmp_path: Path) -> None:

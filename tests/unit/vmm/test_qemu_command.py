@@ -42,7 +42,7 @@ def values(arguments: list[str], option: str) -> list[str]:
 
 
 def test_the_counter_rate_is_for_tcg_alone() -> None:
-    assert kernel_command_line(CONFIG, tsc_khz=2596098).split()[0] == "tsc_early_khz=2596098"
+    assert kernel_command_line(CONFIG, tsc_khz=2596098).split()[:2] == ["tsc_early_khz=2596098", "tsc=reliable"]
     assert "tsc" not in kernel_command_line(CONFIG, tsc_khz=None)
     assert kernel_command_line(CONFIG, tsc_khz=None).endswith(" aenv.ip=169.254.0.21/30")
 
