@@ -242,6 +242,9 @@ fn walk<E>(
 impl ReadAt for Stack {
     fn read_at(&self, buf: &mut [u8], offset: u64) -> io::Result<usize> {
         let len = (buf.len() as u64).min(self.virtual_size.saturating_sub(offset)) as usize;
+        if len == 0 {
+            return Ok(0);
+        }
         let mut gather = Gather::new(&self.sources, &mut buf[..len], offset);
         self.pieces(gather.sectors(), &mut |piece| gather.piece(piece))?;
         gather.finish()?;

@@ -16,6 +16,8 @@ use crate::zfile::raw_crc32c;
 
 const MAGIC: u32 = 0xC2EF_1820;
 const SIZE: usize = 24;
+/// Bytes of records read at once.
+const CHUNK: usize = SIZE * 4096;
 const OBJECT: &str = "the prefetch trace";
 /// Longest read one record can stand for, in bytes.
 pub const MAX_COUNT: u64 = 1 << 20;
@@ -54,17 +56,29 @@ pub fn read(source: &dyn ReadAt) -> Result<Vec<Record>> {
         )));
     }
     check_count(payload / SIZE as u64)?;
-    let mut bytes = vec![0; payload as usize];
-    source
-        .read_exact_at(&mut bytes, SIZE as u64)
-        .map_err(Error::io("read a prefetch trace"))?;
-    let (stored, computed) = (u32_at(&header, 16), raw_crc32c(0, &bytes));
-    if stored != computed && stored != crc32c::crc32c(&bytes) {
+    let (mut raw, mut inverted) = (0, 0);
+    let mut records = Vec::new();
+    let mut buf = vec![0; CHUNK.min(payload as usize)];
+    let mut at = 0;
+    while at < payload {
+        let bytes = &mut buf[..(payload - at).min(CHUNK as u64) as usize];
+        source
+            .read_exact_at(bytes, SIZE as u64 + at)
+            .map_err(Error::io("read a prefetch trace"))?;
+        raw = raw_crc32c(raw, bytes);
+        inverted = crc32c::crc32c_append(inverted, bytes);
+        for record in bytes.chunks_exact(SIZE) {
+            records.push(decode(record)?);
+        }
+        at += bytes.len() as u64;
+    }
+    let stored = u32_at(&header, 16);
+    if stored != raw && stored != inverted {
         return Err(wrong(format!(
-            "its records have checksum {computed:#x} instead of {stored:#x}"
+            "its records have checksum {raw:#x} instead of {stored:#x}"
         )));
     }
-    bytes.chunks_exact(SIZE).map(decode).collect()
+    Ok(records)
 }
 
 /// Writes a trace.

@@ -18,7 +18,6 @@ use lsmt::upper::Durability;
 use lsmt::{Error, Result};
 use proptest::prelude::*;
 use tempfile::TempDir;
-use uuid::Uuid;
 
 use crate::support::*;
 
@@ -80,8 +79,8 @@ struct World {
     disks: Vec<Disk>,
     active: usize,
     snapshots: Vec<(Snapshot, Vec<u8>)>,
-    /// Files of layers by id.
-    files: HashMap<Uuid, PathBuf>,
+    /// Names of layers. A merged layer has the id of the topmost one it replaces, so ids are not enough.
+    names: HashMap<LayerKey, String>,
     made: usize,
 }
 
@@ -106,7 +105,7 @@ impl World {
             disks: Vec::new(),
             active: 0,
             snapshots: Vec::new(),
-            files: HashMap::new(),
+            names: HashMap::new(),
             made: 0,
         };
         world.create(&[], SIZE, vec![0; SIZE as usize]);
@@ -132,15 +131,9 @@ impl World {
     }
 
     fn named(&self, layers: &[Arc<Layer>]) -> Vec<(String, Arc<Layer>)> {
-        let name = |layer: &Arc<Layer>| {
-            self.files[&layer.identity().uuid]
-                .to_str()
-                .unwrap()
-                .to_owned()
-        };
         layers
             .iter()
-            .map(|layer| (name(layer), layer.clone()))
+            .map(|layer| (self.names[&layer.key()].clone(), layer.clone()))
             .collect()
     }
 
@@ -165,18 +158,25 @@ impl World {
         std::io::Write::flush(&mut out).unwrap();
         let name = path.to_str().unwrap().to_owned();
         let layer = resolve(&name).unwrap();
-        self.files.insert(layer.identity().uuid, path);
         (name, layer)
     }
 
-    fn note_files(&mut self) {
+    /// Remembers the names of all layers of a settled image.
+    fn note_names(&mut self) {
         let disk = &self.disks[self.active];
-        for layer in disk.image.as_ref().unwrap().roles().layers {
-            if let LayerRef::Sealed(uuid) = layer {
-                self.files
-                    .entry(uuid)
-                    .or_insert_with(|| disk.dir.join(format!("{uuid}.lsmt")));
-            }
+        let image = disk.image.as_ref().unwrap();
+        for (role, layer) in image.roles().layers.into_iter().zip(image.stack().layers()) {
+            let name = match role {
+                LayerRef::Lower(name) => name,
+                LayerRef::Sealed(uuid) => disk
+                    .dir
+                    .join(format!("{uuid}.lsmt"))
+                    .to_str()
+                    .unwrap()
+                    .to_owned(),
+                LayerRef::Frozen(uuid) => panic!("{uuid} was not settled"),
+            };
+            self.names.insert(layer.key(), name);
         }
     }
 
@@ -211,7 +211,7 @@ impl World {
                     snapshot.uuid
                 );
                 snapshot.stack.check_parents().unwrap();
-                self.note_files();
+                self.note_names();
                 self.snapshots
                     .push((snapshot, self.disks[self.active].expected.clone()));
             }
@@ -243,7 +243,7 @@ impl World {
             }
             Op::Merge { first, count } => {
                 self.image().settle(false).unwrap();
-                self.note_files();
+                self.note_names();
                 let layers = self.image().stack().layers().to_vec();
                 if first + count <= layers.len() {
                     let elide = if first == 0 {
@@ -259,7 +259,7 @@ impl World {
             }
             Op::Flatten => {
                 self.image().settle(true).unwrap();
-                self.note_files();
+                self.note_names();
                 let layers = self.image().stack().layers().to_vec();
                 if !layers.is_empty() {
                     let merged = self.merged(&layers, Elide::Nothing);
