@@ -19,6 +19,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
 
+from aenv.config import Settings
 from aenv.network import Network, Slot, links, namespace, rtnetlink
 from aenv.network.addresses import TAP
 from aenv.network.rtnetlink import End, Rtnetlink
@@ -247,3 +248,25 @@ def flags_of(fd: int) -> tuple[str, int]:
     answer = fcntl.ioctl(fd, 0x800454D2, bytes(40))  # TUNGETIFF
     name, flags = struct.unpack("16sH22x", answer)
     return name.rstrip(b"\0").decode(), flags
+
+
+def inner(slot: Slot) -> int:
+    return os.open(slot.netns, os.O_RDONLY)
+
+
+def in_slot(slot: Slot, function: Callable[[], str]) -> str:
+    fd = inner(slot)
+    try:
+        return within(fd, function)
+    finally:
+        os.close(fd)
+
+
+async def reap(settings: Settings) -> list[int]:
+    """What a new server that owns nothing finds of its home."""
+    later = Network(settings)
+    await later.open()
+    try:
+        return await later.reap([])
+    finally:
+        await later.close()
