@@ -67,7 +67,7 @@ PACKAGES = (
 )
 
 # Raised when images come out differently for another reason than the recipe.
-_FORMAT = 1
+_FORMAT = 2
 # Images in the cache; those used least recently go.
 _KEEP = 3
 

@@ -63,7 +63,8 @@ def bootstrap(
         if line.startswith(("I: downloading", "I: extracting", "I: installing", "I: creating")):
             progress(line.removeprefix("I: "))
 
-    environ = {"TMPDIR": str(directory)}
+    # mmdebstrap does not look at the host's apt.conf.
+    environ = debian.host_proxies() | {"TMPDIR": str(directory)}
     try:
         command.run(argv, "build the root file system", timeout=3600, environ=environ, on_line=report)
     except OperationFailed as error:

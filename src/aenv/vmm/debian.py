@@ -287,6 +287,7 @@ class Archive:
             "Dir::Etc::SourceParts": "/dev/null",
             "Dir::Etc::Preferences": "/dev/null",
             "Dir::Etc::PreferencesParts": "/dev/null",
+            "APT::Default-Release": "",
             "APT::Architecture": "amd64",
             "APT::Architectures": "amd64",
             "APT::Update::Error-Mode": "any",
@@ -311,6 +312,16 @@ class Archive:
             raise SetupError(
                 error.message, remedy=f"check the network and the mirror {mirrors} (setting debian_mirror)"
             ) from error
+
+
+def host_proxies() -> dict[str, str]:
+    """The proxies of the host's apt, as the environment variables that any apt understands."""
+    argv: list[str | Path] = [system_program("apt-config", "apt"), "shell"]
+    for scheme in ("http", "https"):
+        argv += [f"{scheme}_proxy", f"Acquire::{scheme}::Proxy"]
+    text = command.run(argv, "read the configuration of apt", timeout=30).decode(errors="replace")
+    pairs = (word.partition("=") for word in shlex.split(text))
+    return {name: value for name, _, value in pairs if value and value != "DIRECT"}
 
 
 def unpack(package: Path, directory: Path) -> None:

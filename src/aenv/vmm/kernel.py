@@ -135,7 +135,7 @@ def _image(directory: Path, manifest: Manifest) -> KernelImage:
 def _install(settings: Settings, series: str, progress: Progress) -> Manifest:
     release = _SERIES[series]
     archive = debian.Archive(debian.sources(settings, (release, f"{release}-security")), progress)
-    with durable.lock(archive.lock):
+    with durable.lock(archive.lock, lambda: progress("waiting for another process to fetch packages")):
         archive.update()
         try:
             package, version = _newest(archive, series)

@@ -152,6 +152,15 @@ def test_a_cache_that_others_can_write_to_is_refused(tmp_path: Path) -> None:
         debian.cache_directory({"AENV_CACHE": str(path)})
 
 
+def test_the_proxies_of_the_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = tmp_path / "apt.conf"
+    monkeypatch.setenv("APT_CONFIG", str(config))
+    config.write_text("")
+    before = debian.host_proxies()
+    config.write_text('Acquire::http::Proxy "http://proxy.example:3142/";\nAcquire::https::Proxy "DIRECT";\n')
+    assert debian.host_proxies() == before | {"http_proxy": "http://proxy.example:3142/"}
+
+
 def test_an_unreachable_mirror_is_named(tmp_path: Path) -> None:
     source = Source("http://127.0.0.1:9/debian", "bookworm", ("main",), ARCHIVE_KEY)
     archive = debian.Archive([source], lambda _: None, tmp_path)

@@ -427,6 +427,16 @@ def test_a_failed_import_leaves_nothing(tmp_path: Path) -> None:
     assert [path.name for path in (settings.home / "templates").iterdir()] == [".lock"]
 
 
+def test_a_large_disk_costs_neither_the_host_nor_the_guest(build: Build) -> None:
+    """The guest's kernel would clear every inode table that is not marked as zeroed."""
+    build(tar(ACCOUNTS), disk=8192)
+    assert build.image.stat().st_blocks * 512 < 8 << 20
+    listed = subprocess.run(["dumpe2fs", build.image], check=True, capture_output=True).stdout.decode()
+    groups = re.findall(r"^Group \d+: .*", listed, re.MULTILINE)
+    assert len(groups) == 64
+    assert all("ITABLE_ZEROED" in group for group in groups)
+
+
 @pytest.mark.parametrize(("name", "disk"), [("Not A Name", DISK), ("mine", 3)])
 def test_an_import_is_checked_before_it_starts(tmp_path: Path, name: str, disk: int) -> None:
     settings = Settings(home=tmp_path / "home")
