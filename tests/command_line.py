@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-DEADLINE = 30.0
+DEADLINE = 60.0
 """Seconds after which what was waited for is not going to happen."""
 
 

@@ -106,6 +106,7 @@ _PROGRAMS = {
     "dpkg-deb": "dpkg",
     "depmod": "kmod",
     "tar": "tar",
+    "cp": "coreutils",
     "zstd": "zstd",
     "xz": "xz-utils",
     "prlimit": "util-linux",

@@ -22,6 +22,12 @@ def print_json(value: Any) -> None:
     click.echo(msgspec.json.format(msgspec.json.encode(value)))
 
 
+def without(value: msgspec.Struct, *names: str) -> dict[str, Any]:
+    """``value`` as it is on the wire, but for ``names``."""
+    wire: dict[str, Any] = msgspec.to_builtins(value)
+    return {name: field for name, field in wire.items() if name not in names}
+
+
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     """Cells may be anybody's words, so they are neither markup nor able to move the cursor. In a narrow terminal the
     last column folds; no cell is cut as long as there is room at all."""

@@ -8,19 +8,24 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import fcntl
 import os
 import select
 import stat
 from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
 
-_READ = 64 << 10
+_READ = 1 << 20
 _PIECE = select.PIPE_BUF
 """A pipe that is ready takes at least this many bytes at once."""
 
 
 async def chunks(descriptor: int) -> AsyncIterator[bytes]:
-    """What arrives on ``descriptor``, until its end."""
+    """What arrives on ``descriptor``, until its end. As much at a time as there is: each piece may cost its reader a
+    journey to a guest."""
     loop = asyncio.get_running_loop()
+    with suppress(OSError):  # not a pipe, or a limit of this user
+        fcntl.fcntl(descriptor, fcntl.F_SETPIPE_SZ, _READ)
     while True:
         await _wait(descriptor, loop.add_reader, loop.remove_reader)
         try:

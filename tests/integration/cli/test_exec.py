@@ -11,7 +11,7 @@ import pytest
 
 from tests.command_line import DEADLINE, CommandLine
 from tests.contract import Contract
-from tests.waiting import eventually
+from tests.node import wait_until
 
 
 def line(process: subprocess.Popen[bytes]) -> bytes:
@@ -128,7 +128,7 @@ def test_a_reader_that_goes_away_ends_the_process(aenv: CommandLine) -> None:
         assert process.wait(DEADLINE) == 128 + 13
         assert process.stderr is not None
         assert process.stderr.read() == b""
-    eventually(lambda: not Path(f"/proc/{pid}").exists())
+    wait_until(lambda: not Path(f"/proc/{pid}").exists(), DEADLINE, lambda: f"process {pid} runs on")
 
 
 def test_a_slow_reader_gets_everything_and_does_not_keep_signals_from_us(aenv: CommandLine) -> None:

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.command_line import CommandLine, Terminal
+from tests.command_line import DEADLINE, CommandLine, Terminal
 from tests.contract import Contract
-from tests.waiting import eventually
+from tests.node import wait_until
 
 
 def prompt(terminal: Terminal) -> None:
     """Wait for the shell, and make its prompt one that nothing else looks like."""
-    eventually(terminal.is_raw)
+    wait_until(terminal.is_raw, DEADLINE, lambda: "no shell came")
     terminal.type(b"PS1='re''ady> '\r")
     terminal.expect(b"ready> ")
 
@@ -119,7 +119,7 @@ def test_a_signal_puts_everything_back(contract: Contract, aenv: CommandLine, nu
         assert terminal.wait() == 128 + number
         assert not terminal.is_raw()
     assert list(contract.sandboxes) == ["i1"]
-    eventually(lambda: not Path(f"/proc/{pid}").exists())
+    wait_until(lambda: not Path(f"/proc/{pid}").exists(), DEADLINE, lambda: f"process {pid} runs on")
 
 
 def test_the_sandbox_ends_under_a_shell(contract: Contract, aenv: CommandLine) -> None:

@@ -67,14 +67,12 @@ def list_sandboxes(
 @json_option
 def info(sandbox_id: str, as_json: bool) -> None:
     """Show one sandbox."""
-    import msgspec
-
     from aenv.cli import output
 
-    # The token of the agent is a secret, and output ends up in logs.
-    detail = msgspec.structs.replace(with_client(lambda client: client.info(sandbox_id)), access_token=None)
+    detail = with_client(lambda client: client.info(sandbox_id))
     if output.wants_json(as_json):
-        output.print_json(detail)
+        # The token of the agent is a secret, and output ends up in logs.
+        output.print_json(output.without(detail, "envdAccessToken"))
         return
     now = datetime.now(UTC)
     internet = {True: "allowed", False: "cut off", None: "allowed (default)"}[detail.internet]
