@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -14,3 +16,20 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestNode]:
     made.start()
     yield made
     made.destroy()
+
+
+@pytest.fixture
+def own(node: TestNode, tmp_path: Path) -> Iterator[TestNode]:
+    """A node that a test may kill."""
+    made = TestNode(share_images(node.home, tmp_path / "home"))
+    made.start()
+    yield made
+    made.destroy()
+
+
+def share_images(home: Path, to: Path) -> Path:
+    """A new home with the kernels and templates of another one; their files are never written to again."""
+    to.mkdir()
+    for part in ("kernels", "templates"):
+        subprocess.run(["cp", "-al", home / part, to / part], check=True)
+    return to

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
@@ -16,16 +15,8 @@ import pytest
 
 from aenv.config import Settings
 from aenv.vmm import process
+from tests.e2e.conftest import share_images
 from tests.node import TestNode, wait_until
-
-
-@pytest.fixture
-def own(tmp_path: Path) -> Iterator[TestNode]:
-    """A node that a test may kill."""
-    made = TestNode(tmp_path / "home")
-    made.start()
-    yield made
-    made.destroy()
 
 
 def vmms(node: TestNode) -> dict[str, int]:
@@ -178,7 +169,7 @@ def test_two_servers_on_one_home(own: TestNode) -> None:
 
 def test_a_taken_port_is_named(own: TestNode, tmp_path: Path) -> None:
     second = subprocess.run(
-        own.command("serve", "--home", str(_copy(own.home, tmp_path / "copy"))),
+        own.command("serve", "--home", str(share_images(own.home, tmp_path / "copy"))),
         env={**own.environment, "AENV_HOME": str(tmp_path / "copy")},
         capture_output=True,
         text=True,
@@ -188,10 +179,3 @@ def test_a_taken_port_is_named(own: TestNode, tmp_path: Path) -> None:
     assert f"127.0.0.1:{own.port}" in second.stderr
     assert "--listen" in second.stderr
     assert "Traceback" not in second.stderr
-
-
-def _copy(home: Path, to: Path) -> Path:
-    to.mkdir()
-    for part in ("kernels", "templates"):
-        subprocess.run(["cp", "-a", "--reflink=auto", "--sparse=always", str(home / part), str(to / part)], check=True)
-    return to

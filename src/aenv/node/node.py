@@ -279,6 +279,9 @@ class Node:
         return entry
 
     def _not_found(self, sandbox_id: str) -> NotFound:
+        entry = self._entries.get(sandbox_id)
+        if entry is not None and entry.record.state == "killing":
+            return NotFound(f"sandbox {sandbox_id} is being ended: {entry.record.reason}")
         ended = self._store.ended(sandbox_id)
         if ended is None:
             return NotFound(f"there is no sandbox {sandbox_id}")

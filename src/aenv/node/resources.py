@@ -133,7 +133,7 @@ class Resources:
     ) -> Machine:
         kernel = load_kernel(self._settings, template.kernel)
         dns = ",".join(self._settings.network.dns)
-        tap = self._network.open_tap(slot)
+        tap = await asyncio.to_thread(self._network.open_tap, slot)
         try:
             machine = await self._driver.boot(
                 BootConfig(
