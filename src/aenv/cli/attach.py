@@ -13,13 +13,12 @@ from typing import Any
 from aenv.cli import streams, terminal
 from aenv.client import ConnectionLost, Process, Sandbox, Size
 from aenv.client.processes import LOGIN, SCRIPT
-from aenv.errors import AenvError, BadRequest, NotFound, OperationFailed, Unavailable
+from aenv.errors import AenvError, NotFound
 
 _GRACE = 2.0
 _KEEP_ALIVE = 300
 _LEAVING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _DESCRIPTORS = {"stdout": 1, "stderr": 2, "pty": 1}
-
 
 Signals = asyncio.Queue[int]
 
@@ -150,10 +149,10 @@ async def _feed(process: Process) -> None:
         await process.close_stdin()
     except NotFound:
         pass
-    except OperationFailed as error:
+    except AenvError as error:
         if "Broken pipe" not in str(error):
             # Its input would end in the middle, and it could not know.
-            await _end(process)
+            await _kill(process)
             raise
 
 
@@ -173,21 +172,17 @@ async def _follow_size(process: Process, shown: Size, resized: Signals) -> None:
     while True:
         size = terminal.size()
         if size != shown:
-            with suppress(NotFound):
+            with suppress(AenvError):  # a wrong size is no reason to lose a shell
                 await process.resize(size)
             shown = size
         await resized.get()
 
 
 async def _keep_alive(sandbox: Sandbox) -> None:
-    """Move the end of the sandbox ahead of us. A server that is away for a moment is asked again."""
+    """Move the end of the sandbox ahead of us. A server that is away, or fails, for a moment is asked again."""
     while True:
-        try:
+        with suppress(AenvError):
             await sandbox.keep_alive(_KEEP_ALIVE)
-        except Unavailable:
-            pass
-        except (BadRequest, NotFound):
-            return
         await asyncio.sleep(_KEEP_ALIVE / 5)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import ssl
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any, TypeVar
@@ -44,6 +45,7 @@ class Http:
             limits=httpx.Limits(max_connections=256, max_keepalive_connections=32),
             # A proxy for the internet is never the way to a server on this machine.
             trust_env=not is_local(credentials.url),
+            verify=_trust(credentials.url),
         )
 
     async def aclose(self) -> None:
@@ -159,6 +161,12 @@ class Http:
         except httpx.ConnectTimeout as error:
             raise Unavailable(f"{url} does not answer", remedy="check the address and the network") from error
         except httpx.ConnectError as error:
+            untrusted = next((each for each in _causes(error) if isinstance(each, ssl.SSLCertVerificationError)), None)
+            if untrusted is not None:
+                raise Unavailable(
+                    f"{url} cannot be trusted: {untrusted.verify_message}",
+                    remedy="SSL_CERT_FILE names the certificate of its authority, if that is a private one",
+                ) from error
             remedy = "start one with `aenv serve`" if is_local(url) else "check AENV_URL, or `aenv auth login`"
             raise Unavailable(f"no server at {url}: {_reason(error)}", remedy=remedy) from error
         except httpx.TimeoutException as error:
@@ -192,11 +200,22 @@ def timeouts(seconds: float | None, *, read: float | None = None) -> httpx.Timeo
     return httpx.Timeout(seconds, connect=_CONNECT_TIMEOUT, read=seconds if read is None else read)
 
 
+def _trust(url: str) -> ssl.SSLContext:
+    """The machine's own certificates, which is where those of a private server are; none, and no time to read them,
+    if there is no encryption."""
+    return ssl.create_default_context() if url.startswith("https:") else ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+
+
 def _reason(error: BaseException) -> str:
     """The operating system's word for it, where there is one: the libraries between have vaguer ones."""
+    for cause in _causes(error):
+        if isinstance(cause, OSError) and cause.strerror and not isinstance(cause, ssl.SSLError):
+            return (os.strerror(cause.errno) if cause.errno and cause.errno > 0 else cause.strerror).lower()
+    return refusals.printable(" ".join(str(error).split())) or type(error).__name__
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
     cause: BaseException | None = error
     while cause is not None:
-        if isinstance(cause, OSError) and cause.strerror:
-            return (os.strerror(cause.errno) if cause.errno and cause.errno > 0 else cause.strerror).lower()
+        yield cause
         cause = cause.__cause__ or cause.__context__
-    return refusals.printable(" ".join(str(error).split())) or type(error).__name__

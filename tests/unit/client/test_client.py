@@ -2,7 +2,10 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import ssl
+import subprocess
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 
 import pytest
 
@@ -136,7 +139,7 @@ async def test_an_unknown_host() -> None:
             await client.check()
 
 
-async def answering(answer: bytes) -> asyncio.Server:
+async def answering(answer: bytes, encryption: ssl.SSLContext | None = None) -> asyncio.Server:
     """A server that answers every connection with exactly these bytes."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -144,7 +147,7 @@ async def answering(answer: bytes) -> asyncio.Server:
         writer.write(answer)
         writer.close()
 
-    return await asyncio.start_server(serve, "127.0.0.1", 0)
+    return await asyncio.start_server(serve, "127.0.0.1", 0, ssl=encryption)
 
 
 async def ask(answer: bytes) -> None:
@@ -177,3 +180,32 @@ async def test_an_answer_that_breaks_off() -> None:
 async def test_no_http_at_all() -> None:
     with pytest.raises(ConnectionLost):
         await ask(b"220 mail.example ESMTP\r\n")
+
+
+@pytest.fixture
+def certificate(tmp_path: Path) -> Path:
+    """A certificate for this machine that no authority has signed, with its key in the same file."""
+    file = tmp_path / "certificate.pem"
+    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes"]
+    command += ["-days", "1", "-subj", "/CN=test", "-addext", "subjectAltName=IP:127.0.0.1"]
+    command += ["-keyout", str(file), "-out", str(tmp_path / "public.pem")]
+    subprocess.run(command, check=True, capture_output=True)
+    file.write_text(file.read_text() + (tmp_path / "public.pem").read_text())
+    return file
+
+
+@pytest.mark.parametrize("trusted", [True, False])
+async def test_encryption(certificate: Path, trusted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    server_side = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    server_side.load_cert_chain(certificate)
+    if trusted:
+        monkeypatch.setenv("SSL_CERT_FILE", str(certificate.with_name("public.pem")))
+    server = await answering(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n[]", server_side)
+    async with server:
+        url = f"https://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        async with Client(Credentials(url, "the test", KEY, "the test")) as client:
+            if trusted:
+                await client.check()
+            else:
+                with pytest.raises(Unavailable, match=r"cannot be trusted: self-signed certificate .*SSL_CERT_FILE"):
+                    await client.check()
