@@ -111,7 +111,8 @@ class QemuMachine:
             if self._qmp is None or self._qmp.broken:
                 # A process that ends closes its monitor first; give it the time to be what it seems.
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._process.wait(), DYING_TIME)
+                    async with asyncio.timeout(DYING_TIME):
+                        await self._process.wait()
             raise
 
 

@@ -52,7 +52,9 @@ class Qmp:
         timeout = GREETING_TIMEOUT if timeout is None else timeout
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
         try:
-            await asyncio.wait_for(asyncio.get_running_loop().sock_connect(sock, str(path)), timeout)
+            # Not wait_for, which in Python 3.11 swallows a cancellation that comes together with the result.
+            async with asyncio.timeout(timeout):
+                await asyncio.get_running_loop().sock_connect(sock, str(path))
         except (OSError, TimeoutError) as error:
             sock.close()
             raise VmmFailed(f"cannot reach the monitor {path}: {error or 'timeout'}") from error
@@ -61,7 +63,8 @@ class Qmp:
             raise
         connection = cls(sock, on_event)
         try:
-            await asyncio.wait_for(asyncio.shield(connection._greeting), timeout)
+            async with asyncio.timeout(timeout):
+                await asyncio.shield(connection._greeting)
             await connection.execute("qmp_capabilities", timeout=timeout)
         except TimeoutError:
             await connection.close()
