@@ -108,7 +108,7 @@ def _cached_image(settings: Settings, packages: Sequence[str], disk: int, progre
     """The image in the cache, made if it is not there. Its release is that of the host if that is a Debian we know,
     else the oldest we know."""
     for name in packages:
-        if re.fullmatch(r"[a-z0-9][a-z0-9+.-]+", name) is None:
+        if re.fullmatch(r"[a-z0-9][a-z0-9+.-]*[a-z0-9+.]", name) is None:
             raise SetupError(f"{name!r} is not the name of a Debian package")
     host = debian.read_host()
     release = host.release or debian.FALLBACK_RELEASE

@@ -188,6 +188,8 @@ def cache_directory(environ: Mapping[str, str] | None = None) -> Path:
         raise SetupError(
             f"cannot use the cache {path}: {error.strerror}", remedy="name another directory in AENV_CACHE"
         ) from error
+    if not os.access(path, os.W_OK | os.X_OK):
+        raise SetupError(f"no right to write to the cache {path}", remedy="name another directory in AENV_CACHE")
     if status.st_uid not in (0, os.geteuid()) or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise SetupError(f"other users can write to the cache {path}", remedy=f"chown root {path} && chmod 755 {path}")
     return path

@@ -16,7 +16,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from aenv.errors import DiskFull, OperationFailed
+from aenv.errors import DiskFull, OperationFailed, SetupError
 
 Progress = Callable[[str], None]
 
@@ -25,9 +25,18 @@ _PREFIX = ".staging-"
 
 @contextlib.contextmanager
 def lock(path: Path, waiting: Callable[[], None] | None = None) -> Iterator[None]:
-    """Hold ``path`` exclusively among all processes and threads; ``waiting`` is called once if that takes a wait."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    """Hold ``path`` exclusively among all processes and threads; ``waiting`` is called once if that takes a wait.
+
+    SetupError if its directory cannot be written to."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise disk_full(path.parent) from error
+        raise SetupError(
+            f"cannot write to {path.parent}: {error.strerror}", remedy="run as its owner, or name another directory"
+        ) from error
     try:
         if not _try_lock(descriptor):
             if waiting is not None:
@@ -52,7 +61,6 @@ def staging(parent: Path) -> Iterator[Path]:
 
     A full disk inside the block is reported as DiskFull.
     """
-    parent.mkdir(parents=True, exist_ok=True)
     with lock(parent / ".lock"):
         _sweep(parent)
         path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))

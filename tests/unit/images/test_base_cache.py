@@ -48,7 +48,7 @@ def test_a_sandbox_installs_from_the_public_mirror() -> None:
     assert "Signed-By" in text
 
 
-@pytest.mark.parametrize("name", ["", "-o", "a b", "name/../x", "$(id)", "UPPER"])
+@pytest.mark.parametrize("name", ["", "-o", "a b", "name/../x", "$(id)", "UPPER", "bash-"])
 def test_names_that_are_no_packages(tmp_path: Path, name: str) -> None:
     kernel = KernelImage("6.1", "ab", *(Path("/nowhere"),) * 4)
     with pytest.raises(SetupError, match="not the name of a Debian package"):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from aenv.errors import DiskFull
+from aenv.errors import DiskFull, SetupError
 from aenv.vmm import durable
 
 
@@ -78,6 +78,15 @@ def test_a_lock_excludes_threads_too(tmp_path: Path) -> None:
         assert not got.is_set()
     assert got.wait(10)
     thread.join()
+
+
+def test_a_directory_that_cannot_be_written_to_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with (
+        pytest.raises(SetupError, match=f"cannot write to {tmp_path}/file/below"),
+        durable.lock(tmp_path / "file/below/lock"),
+    ):
+        pass
 
 
 def test_write_replaces_and_leaves_nothing_else(tmp_path: Path) -> None:
