@@ -204,24 +204,27 @@ fn destination(
     let Target::Sandbox { id, port } = target else {
         return Ok(Destination::Api);
     };
-    // A paused sandbox that may be woken up would be waited for here.
-    let Some(route) = edge.routes.find(&id) else {
-        return Err(Box::new(answer::not_found(&id)));
-    };
-    if port == AGENT_PORT {
-        if path::is_internal(head.uri.path()) {
-            return Err(Box::new(answer::internal_route(&id)));
+    loop {
+        // A paused sandbox that may be woken up would be waited for here.
+        let Some(route) = edge.routes.find(&id) else {
+            return Err(Box::new(answer::not_found(&id)));
+        };
+        if port == AGENT_PORT {
+            if path::is_internal(head.uri.path()) {
+                return Err(Box::new(answer::internal_route(&id)));
+            }
+        } else {
+            let token = head.headers.get(&headers::TRAFFIC_TOKEN);
+            if !route.token_matches(token.map(HeaderValue::as_bytes)) {
+                return Err(Box::new(answer::token_refused(&id)));
+            }
         }
-    } else {
-        let token = head.headers.get(&headers::TRAFFIC_TOKEN);
-        if !route.token_matches(token.map(HeaderValue::as_bytes)) {
-            return Err(Box::new(answer::token_refused(&id)));
+        match route.lease(client, edge.limits.max_per_sandbox) {
+            Ok(lease) => return Ok(Destination::Guest(lease, port)),
+            Err(Refused::Full) => return Err(Box::new(answer::sandbox_full(&id))),
+            // Replaced or removed since it was found; a route that is gone is never in the table.
+            Err(Refused::Gone) => continue,
         }
-    }
-    match route.lease(client, edge.limits.max_per_sandbox) {
-        Ok(lease) => Ok(Destination::Guest(lease, port)),
-        Err(Refused::Gone) => Err(Box::new(answer::not_found(&id))),
-        Err(Refused::Full) => Err(Box::new(answer::sandbox_full(&id))),
     }
 }
 
