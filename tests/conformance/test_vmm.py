@@ -8,6 +8,7 @@ import os
 import select
 import signal
 import struct
+import subprocess
 import sys
 import threading
 import time
@@ -17,7 +18,6 @@ from typing import Any
 
 import msgspec
 import pytest
-from pyroute2 import netns as namespaces
 
 from aenv.config import VmmSettings
 from aenv.errors import VmmFailed
@@ -486,13 +486,14 @@ async def test_the_vmm_has_no_files_but_its_own(lab: Lab) -> None:
 
 
 @pytest.fixture
-def namespace() -> Iterator[Path]:
-    name = f"aenv-test-{os.getpid()}"
-    namespaces.create(name)
+def namespace(tmp_path: Path) -> Iterator[Path]:
+    path = tmp_path / "netns"
+    path.touch()
+    subprocess.run(["unshare", f"--net={path}", "true"], check=True)
     try:
-        yield Path("/run/netns", name)
+        yield path
     finally:
-        namespaces.remove(name)
+        subprocess.run(["umount", str(path)], check=True)
 
 
 async def test_the_vmm_is_in_its_network_namespace_and_we_are_not(lab: Lab, namespace: Path) -> None:
