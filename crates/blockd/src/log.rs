@@ -13,17 +13,29 @@ use serde_json::{json, Value};
 
 const QUEUED_LINES: usize = 1024;
 
-static LINES: OnceLock<SyncSender<String>> = OnceLock::new();
+enum Line {
+    Text(String),
+    Flush(SyncSender<()>),
+}
+
+static LINES: OnceLock<SyncSender<Line>> = OnceLock::new();
 static DROPPED: AtomicU64 = AtomicU64::new(0);
 
-fn lines() -> &'static SyncSender<String> {
+fn lines() -> &'static SyncSender<Line> {
     LINES.get_or_init(|| {
-        let (lines, queue) = sync_channel::<String>(QUEUED_LINES);
+        let (lines, queue) = sync_channel::<Line>(QUEUED_LINES);
         let writer = std::thread::Builder::new().name("log".into());
         // Without the thread every line is dropped and counted; serving goes on.
         let _ = writer.spawn(move || {
             for line in queue {
-                let _ = std::io::stderr().write_all(line.as_bytes());
+                match line {
+                    Line::Text(text) => {
+                        let _ = std::io::stderr().write_all(text.as_bytes());
+                    }
+                    Line::Flush(done) => {
+                        let _ = done.try_send(());
+                    }
+                }
             }
         });
         lines
@@ -42,7 +54,7 @@ fn write(level: &str, event: &str, fields: Value) {
     if dropped > 0 {
         line["dropped_lines"] = dropped.into();
     }
-    if lines().try_send(format!("{line}\n")).is_err() {
+    if lines().try_send(Line::Text(format!("{line}\n"))).is_err() {
         DROPPED.fetch_add(dropped + 1, Relaxed);
     }
 }
@@ -60,4 +72,12 @@ pub fn warn(event: &str, fields: Value) {
 /// A turn in the life of the daemon.
 pub fn info(event: &str, fields: Value) {
     write("info", event, fields);
+}
+
+/// Waits a moment for the lines so far to be written.
+pub fn flush() {
+    let (done, wait) = sync_channel(1);
+    if lines().try_send(Line::Flush(done)).is_ok() {
+        let _ = wait.recv_timeout(Duration::from_millis(500));
+    }
 }

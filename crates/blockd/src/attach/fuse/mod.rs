@@ -128,8 +128,9 @@ fn negotiate(device: &OwnedFd) -> io::Result<Negotiated> {
 pub struct FuseAttach {
     directory: PathBuf,
     session: Arc<Session>,
-    /// First queue, for messages we start ourselves. Empty until [`FuseAttach::serve`].
+    /// Queues and workers. Empty until [`FuseAttach::serve`].
     device: OnceLock<Arc<Vec<OwnedFd>>>,
+    crew: OnceLock<Arc<Crew>>,
 }
 
 impl FuseAttach {
@@ -139,13 +140,14 @@ impl FuseAttach {
             directory: directory.to_owned(),
             session: Arc::default(),
             device: OnceLock::new(),
+            crew: OnceLock::new(),
         }
     }
 
     /// Starts to serve. Every image that may have been opened through the connection has to be attached before.
     ///
     /// Returns at once; the threads end when the mount is removed.
-    pub fn serve(&self, connection: Connection, workers: usize) -> io::Result<Arc<Crew>> {
+    pub fn serve(&self, connection: Connection, workers: usize) -> io::Result<()> {
         if connection.terms.negotiated.max_write as usize > MAX_IO {
             return Err(io::Error::other(
                 "the mount was made by a version with larger requests; stop its sandboxes and mount again",
@@ -160,7 +162,7 @@ impl FuseAttach {
             .set(queues.clone())
             .map_err(|_| io::Error::other("this table is served already"))?;
         let session = self.session.clone();
-        Crew::start("fuse", workers.max(1), MAX_WORKERS, move |number, crew| {
+        let crew = Crew::start("fuse", workers.max(1), MAX_WORKERS, move |number, crew| {
             let queue = queues[number % queues.len()].as_fd();
             if let Err(error) = work(queue, &session, crew) {
                 log::error(
@@ -168,7 +170,29 @@ impl FuseAttach {
                     json!({ "worker": number, "cause": error.to_string() }),
                 );
             }
-        })
+        })?;
+        let _ = self.crew.set(crew);
+        Ok(())
+    }
+
+    /// The mount point.
+    pub fn directory(&self) -> &Path {
+        &self.directory
+    }
+
+    /// The queues that are served, for the holder.
+    pub fn queues(&self) -> Vec<BorrowedFd<'_>> {
+        let queues = self
+            .device
+            .get()
+            .into_iter()
+            .flat_map(|queues| queues.iter());
+        queues.map(AsFd::as_fd).collect()
+    }
+
+    /// Threads that serve.
+    pub fn workers(&self) -> usize {
+        self.crew.get().map_or(0, |crew| crew.total())
     }
 
     /// Requests that failed because of their image.

@@ -1,0 +1,211 @@
+//! The calls, one by one.
+
+use std::time::Duration;
+
+use http::{Request, Response};
+use http_body_util::Full;
+use hyper::body::{Bytes, Incoming};
+use serde::Deserialize;
+use serde_json::json;
+
+use super::{body, no_content, told, with_body, Control, End};
+use crate::daemon::view::{LayerView, SealView};
+use crate::failure::{Failure, Result};
+use crate::progress::Phase;
+use crate::table::{Durability, LayerRef, Mode, Spec};
+
+/// Longest time a call may wait, in milliseconds.
+const MAX_WAIT: u64 = 600_000;
+
+type Answer = Result<Response<Full<Bytes>>>;
+
+#[derive(Deserialize)]
+struct Open {
+    layers: Vec<LayerRef>,
+    #[serde(default)]
+    virtual_size: u64,
+    mode: Mode,
+    read_only: bool,
+    #[serde(default)]
+    durability: Durability,
+    #[serde(default)]
+    uid: u32,
+    #[serde(default)]
+    gid: u32,
+    #[serde(default = "owner_only")]
+    permissions: u32,
+}
+
+fn owner_only() -> u32 {
+    0o600
+}
+
+#[derive(Deserialize)]
+struct Wait {
+    /// How long to wait for the layer to be on stable storage.
+    #[serde(default)]
+    wait_ms: u64,
+}
+
+#[derive(Deserialize)]
+struct Resize {
+    virtual_size: u64,
+}
+
+#[derive(Deserialize)]
+struct Shutdown {
+    #[serde(default)]
+    unmount: bool,
+}
+
+impl Control {
+    pub(super) async fn list_images(&self) -> Answer {
+        self.run(|daemon| {
+            let images = daemon.images();
+            let views: Vec<_> = images.iter().map(|image| daemon.view(image)).collect();
+            Ok(json!({ "images": views }))
+        })
+        .await
+    }
+
+    pub(super) async fn get_image(&self, id: &str) -> Answer {
+        let id = id.to_owned();
+        self.run(move |daemon| {
+            let image = daemon.image(&id)?;
+            Ok(daemon.view(&image))
+        })
+        .await
+    }
+
+    pub(super) async fn put_image(&self, id: &str, request: Request<Incoming>) -> Answer {
+        let open: Open = body(request).await?;
+        if open.permissions & !0o777 != 0 {
+            return Err(Failure::bad_request(format!(
+                "permissions are at most 511 (octal 777), not {}",
+                open.permissions
+            )));
+        }
+        let id = id.to_owned();
+        let spec = Spec {
+            layers: open.layers,
+            virtual_size: open.virtual_size,
+            mode: open.mode,
+            read_only: open.read_only,
+            durability: open.durability,
+            uid: open.uid,
+            gid: open.gid,
+            permissions: open.permissions,
+            created: 0,
+        };
+        self.run(move |daemon| {
+            let image = daemon.open(&id, spec)?;
+            Ok(daemon.view(&image))
+        })
+        .await
+    }
+
+    pub(super) async fn delete_image(&self, id: &str) -> Answer {
+        let id = id.to_owned();
+        self.run(move |daemon| daemon.close(&id)).await?;
+        Ok(no_content())
+    }
+
+    pub(super) async fn resize(&self, id: &str, request: Request<Incoming>) -> Answer {
+        let resize: Resize = body(request).await?;
+        let id = id.to_owned();
+        self.run(move |daemon| {
+            let image = daemon.grow(&id, resize.virtual_size)?;
+            Ok(daemon.view(&image))
+        })
+        .await
+    }
+
+    pub(super) async fn seal(&self, id: &str, request: Request<Incoming>) -> Answer {
+        let wait: Wait = body(request).await?;
+        check_wait(wait.wait_ms)?;
+        let id = id.to_owned();
+        let daemon = self.daemon.clone();
+        let sealed = tokio::task::spawn_blocking(move || daemon.seal(&id)).await;
+        let mut seal = sealed.map_err(|_| {
+            Failure::new(500, "the seal failed in an unforeseen way; see the log")
+        })??;
+        self.wait_for(&seal.layer.id, wait.wait_ms).await;
+        seal.layer = self.daemon.layer(&seal.layer.id)?;
+        if let Phase::Failed(cause) = &seal.layer.phase {
+            return Err(Failure::new(
+                507,
+                format!("the sealed layer could not be written; it is still readable, and sealing again tries once more: {cause}"),
+            ));
+        }
+        Ok(with_body(http::StatusCode::OK, &SealView::from(seal)))
+    }
+
+    pub(super) async fn list_layers(&self) -> Answer {
+        self.run(|daemon| {
+            let layers = daemon.all_layers();
+            let views: Vec<_> = layers.iter().map(LayerView::from).collect();
+            Ok(json!({ "layers": views }))
+        })
+        .await
+    }
+
+    pub(super) async fn get_layer(&self, id: &str, query: Option<&str>) -> Answer {
+        let wait = match query {
+            None | Some("") => 0,
+            Some(query) => query
+                .strip_prefix("wait_ms=")
+                .and_then(|number| number.parse().ok())
+                .ok_or_else(|| {
+                    Failure::bad_request("the only parameter is wait_ms, a number of milliseconds")
+                })?,
+        };
+        check_wait(wait)?;
+        self.daemon.layer(id)?;
+        self.wait_for(id, wait).await;
+        let id = id.to_owned();
+        self.run(move |daemon| Ok(LayerView::from(&daemon.layer(&id)?)))
+            .await
+    }
+
+    pub(super) async fn delete_layer(&self, id: &str) -> Answer {
+        let id = id.to_owned();
+        self.run(move |daemon| daemon.drop_layer(&id)).await?;
+        Ok(no_content())
+    }
+
+    pub(super) async fn shutdown(&self, request: Request<Incoming>) -> Answer {
+        let shutdown: Shutdown = body(request).await?;
+        let end = if shutdown.unmount {
+            End::Unmount
+        } else {
+            End::Leave
+        };
+        self.end.send_replace(Some(end));
+        Ok(no_content())
+    }
+
+    /// Waits until a layer is no longer being written, or for so many milliseconds, or for the end of the daemon.
+    async fn wait_for(&self, id: &str, milliseconds: u64) {
+        let Some(mut phase) = self.daemon.watch(id) else {
+            return;
+        };
+        let mut end = self.end.subscribe();
+        let done = async {
+            let _ = phase.wait_for(|phase| *phase != Phase::Writing).await;
+        };
+        tokio::select! {
+            () = done => {}
+            () = told(&mut end) => {}
+            () = tokio::time::sleep(Duration::from_millis(milliseconds)) => {}
+        }
+    }
+}
+
+fn check_wait(milliseconds: u64) -> Result<()> {
+    if milliseconds > MAX_WAIT {
+        return Err(Failure::bad_request(format!(
+            "a call waits at most {MAX_WAIT} ms"
+        )));
+    }
+    Ok(())
+}
