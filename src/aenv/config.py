@@ -97,7 +97,7 @@ def load(
     values = {name: value for name, value in (overrides or {}).items() if value is not None}
     home = Path(str(values.get("home") or environ.get("AENV_HOME") or DEFAULT_HOME)).absolute()
     chosen = file or (Path(environ["AENV_CONFIG"]) if environ.get("AENV_CONFIG") else None)
-    if chosen is None and (home / "config.toml").is_file():
+    if chosen is None and os.access(home / "config.toml", os.F_OK):
         chosen = home / "config.toml"
     merged: dict[str, Any] = {"home": str(home)}
     if chosen is not None:

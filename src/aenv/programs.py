@@ -14,7 +14,7 @@ def own_program(name: str) -> Path:
     """Path of one of our Rust programs (``aenv-edge``, ``aenv-envd``); SetupError if it was not built."""
     path = _OWN / name
     if not path.is_file():
-        raise SetupError(f"{name} is not built", remedy="run `make build` in a checkout, or reinstall the package")
+        raise SetupError(f"{name} is not built", remedy="run `make setup` in a checkout, or reinstall the package")
     return path
 
 

@@ -232,7 +232,7 @@ class Node:
 
     async def _watch(self, entry: _Entry, running: Running) -> None:
         end = await running.machine.wait()
-        if self._closing:
+        if self._closing or entry.record.state != "running":
             return
         code = end.code
         cause = "unknown cause" if code is None else f"signal {-code}" if code < 0 else f"exit status {code}"

@@ -242,7 +242,7 @@ def initramfs(agent: bytes, early: list[tuple[str, bytes]]) -> bytes:
     """
     if not agent.startswith(b"\x7fELF"):
         raise SetupError(
-            "aenv-envd is not a program", remedy="run `make build` in a checkout, or reinstall the package"
+            "aenv-envd is not a program", remedy="run `make setup` in a checkout, or reinstall the package"
         )
     names = ("dev", "proc", "sys", "run", "tmp", "newroot", "modules")
     entries = [cpio.directory(name, 0o1777 if name == "tmp" else 0o755) for name in names]
