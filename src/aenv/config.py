@@ -48,8 +48,8 @@ class MachineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class VmmSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """``accelerator``: ``auto`` probes; ``kvm`` or ``tcg`` force. ``user``: the unprivileged account VMMs run as,
-    a name or a number (the default needs no entry in /etc/passwd)."""
+    """``accelerator``: ``auto`` probes; ``kvm`` or ``tcg`` force. ``user``: the unprivileged accounts VMMs run as: a
+    number is the first of 1024, one for each (none needs an entry in /etc/passwd), a name is one that all share."""
 
     accelerator: str = "auto"
     user: str = "61380"

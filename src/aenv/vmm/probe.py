@@ -18,7 +18,7 @@ import msgspec
 
 from aenv.errors import SetupError
 from aenv.vmm import kvm_trial
-from aenv.vmm.process import Account, boot_id
+from aenv.vmm.process import boot_id
 
 Kind = Literal["kvm-intel", "kvm-amd", "tcg"]
 
@@ -83,16 +83,15 @@ def probe(directory: Path, device: Path = DEVICE) -> Acceleration:
     return result
 
 
-def with_kvm(account: Account, device: Path = DEVICE) -> Account:
-    """The account, with the one group it needs to open the device itself. SetupError if there is no such group."""
+def device_groups(device: Path = DEVICE) -> tuple[int, ...]:
+    """The supplementary groups that an unprivileged account needs to open the device. SetupError if none would do."""
     status = device.stat()
-    groups = {account.gid, *account.groups}
-    if status.st_mode & 0o006 == 0o006 or (status.st_mode & 0o060 == 0o060 and status.st_gid in groups):
-        return account
+    if status.st_mode & 0o006 == 0o006:
+        return ()
     if status.st_mode & 0o060 == 0o060 and status.st_gid != 0:
-        return msgspec.structs.replace(account, groups=(*account.groups, status.st_gid))
+        return (status.st_gid,)
     raise SetupError(
-        f"{device} is open to root only, but virtual machines run as user {account.uid}",
+        f"{device} is open to root only, but virtual machines do not run as root",
         remedy=f"chgrp kvm {device} && chmod 0660 {device}",
     )
 

@@ -15,7 +15,6 @@ import asyncio
 import contextlib
 import ctypes
 import os
-import pwd
 import select
 import signal
 import subprocess
@@ -27,7 +26,7 @@ from typing import TypeVar
 
 import msgspec
 
-from aenv.errors import SetupError, VmmFailed
+from aenv.errors import VmmFailed
 from aenv.programs import system_program
 from aenv.vmm.output import Output
 
@@ -75,23 +74,6 @@ class Launch(msgspec.Struct, frozen=True):
     netns: Path | None = None
     account: Account | None = None
     file_limit: int | None = None
-
-
-def account(user: str) -> Account:
-    """The account of a name in /etc/passwd, or of a number, which needs no entry there. Never root."""
-    if user.isascii() and user.isdigit():
-        found = Account(int(user), int(user))
-    else:
-        try:
-            entry = pwd.getpwnam(user)
-        except KeyError:
-            raise SetupError(
-                f"there is no user {user!r} to run virtual machines as", remedy="set vmm.user to a name or a number"
-            ) from None
-        found = Account(entry.pw_uid, entry.pw_gid)
-    if found.uid == 0 or not 0 < found.gid < 2**32 - 1 or found.uid >= 2**32 - 1:
-        raise SetupError(f"virtual machines must not run as {user!r}", remedy="set vmm.user to an unprivileged account")
-    return found
 
 
 def boot_id() -> str:

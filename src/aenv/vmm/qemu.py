@@ -9,20 +9,22 @@ dies first, the connection breaks, and its messages tell why.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import re
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal
 
 from aenv.config import VmmSettings
 from aenv.errors import SetupError, VmmFailed
 from aenv.programs import system_program
+from aenv.vmm.accounts import Accounts
 from aenv.vmm.images import DescriptorSets, block_device
 from aenv.vmm.interface import BootConfig, Exit, Machine, MachineRecord
-from aenv.vmm.probe import Acceleration, choose, with_kvm
-from aenv.vmm.process import Account, Identity, Launch, Process, account
+from aenv.vmm.probe import Acceleration, choose, device_groups
+from aenv.vmm.process import Account, Identity, Launch, Process
 from aenv.vmm.qemu_command import Resources, arguments, check, kernel_command_line
 from aenv.vmm.qmp import COMMAND_TIMEOUT, GREETING_TIMEOUT, Qmp
 from aenv.vmm.tsc import tsc_khz
@@ -110,7 +112,7 @@ class QemuMachine:
         except VmmFailed:
             if self._qmp is None or self._qmp.broken:
                 # A process that ends closes its monitor first; give it the time to be what it seems.
-                with contextlib.suppress(TimeoutError):
+                with suppress(TimeoutError):
                     async with asyncio.timeout(DYING_TIME):
                         await self._process.wait()
             raise
@@ -120,20 +122,20 @@ class QemuDriver:
     """Starts QEMUs of one installed version."""
 
     def __init__(
-        self, program: Path, version: str, acceleration: Acceleration, account: Account | None, tsc_khz: int
+        self, program: Path, version: str, acceleration: Acceleration, accounts: Accounts | None, tsc_khz: int
     ) -> None:
         self.program = program
         self.version = version
         self.acceleration = acceleration
-        self._account = account
+        self._accounts = accounts
         self._tsc_khz = tsc_khz
 
     @classmethod
     async def open(cls, settings: VmmSettings, directory: Path) -> QemuDriver:
         """A driver for the QEMU that is installed. ``directory`` keeps what the probe of the accelerator found.
 
-        Virtual machines run as ``settings.user`` if this program is root; otherwise it has no choice but its own
-        account. Raises SetupError if QEMU is missing, too old or cannot be run, or if a setting is wrong."""
+        Virtual machines run as accounts of ``settings.user`` if this program is root; otherwise it has no choice but
+        its own account. Raises SetupError if QEMU is missing, too old or cannot be run, or if a setting is wrong."""
         program = system_program("qemu-system-x86_64", "qemu-system-x86")
         version = await _version(program)
         if _numbers(version) < OLDEST:
@@ -141,10 +143,9 @@ class QemuDriver:
                 f"QEMU {version} is too old", remedy=f"install version {'.'.join(map(str, OLDEST))} or later"
             )
         acceleration = await asyncio.to_thread(choose, settings.accelerator, directory)
-        user = account(settings.user) if os.geteuid() == 0 else None
-        if user is not None and acceleration.kind != "tcg":
-            user = with_kvm(user)
-        return cls(program, version, acceleration, user, await asyncio.to_thread(tsc_khz))
+        groups = device_groups() if acceleration.kind != "tcg" else ()
+        accounts = Accounts.of(settings.user, groups) if os.geteuid() == 0 else None
+        return cls(program, version, acceleration, accounts, await asyncio.to_thread(tsc_khz))
 
     @property
     def version_numbers(self) -> tuple[int, int]:
@@ -158,57 +159,61 @@ class QemuDriver:
     async def boot(self, config: BootConfig) -> Machine:
         check(config)
         self._check_kernel(config)
-        tcg = self.acceleration.kind == "tcg"
-        command_line = kernel_command_line(config, tsc_khz=self._tsc_khz if tcg else None)
-        monitor = config.directory / MONITOR
-        machine: QemuMachine | None = None
-        with DescriptorSets() as sets, DescriptorSets() as files, _listen(monitor) as listener:
+        with self._account() as account, _listening(config.directory / MONITOR) as listener:
+            process = await self._start(config, account, listener)
+            machine = QemuMachine(self._record(process.identity, config.directory), process)
+            # Ours must be closed before we connect: when QEMU dies, the connection has to break.
+            listener.close()
             try:
-                disks = [block_device(disk, f"disk{number}", sets) for number, disk in enumerate(config.disks)]
-                resources = Resources(
-                    monitor=listener.fileno(),
-                    kernel=_open_kernel(files, config.kernel.bzimage),
-                    initramfs=files.open("initramfs", config.kernel.initramfs, os.O_RDONLY),
-                    disks=[node for node, _ in disks],
-                    descriptor_sets=sets.arguments(),
-                )
-                tap = () if config.tap_fd is None else (config.tap_fd,)
-                process = await Process.start(
-                    Launch(
-                        arguments=[
-                            str(self.program),
-                            *arguments(config, resources, "tcg" if tcg else "kvm", command_line),
-                        ],
-                        directory=config.directory,
-                        fds=(*sets.fds, *files.fds, listener.fileno(), *tap),
-                        netns=config.netns,
-                        account=self._account,
-                        file_limit=max((size for _, size in disks), default=0) + (64 << 20),
-                    )
-                )
-                machine = QemuMachine(self._record(process.identity, config.directory), process)
-                # Ours must be closed before we connect: when QEMU dies, the connection has to break.
-                listener.close()
                 await machine.connect(GREETING_TIMEOUT)
-                return machine
             except BaseException as error:
-                if machine is None:
-                    monitor.unlink(missing_ok=True)
-                    raise
                 await asyncio.shield(machine.kill())
                 said = machine.messages()
                 await machine.close()
                 if isinstance(error, VmmFailed):
                     raise VmmFailed(f"QEMU did not start {config.name}: {said or error}") from error
                 raise
+            return machine
 
     async def adopt(self, record: MachineRecord) -> Machine | None:
         process = Process.adopt(Identity(record.pid, record.start_time, record.boot_id))
         if process is None:
-            with contextlib.suppress(OSError):
+            with suppress(OSError):
                 (record.directory / MONITOR).unlink(missing_ok=True)
             return None
         return QemuMachine(record, process)
+
+    @contextmanager
+    def _account(self) -> Iterator[Account | None]:
+        if self._accounts is None:
+            yield None
+        else:
+            with self._accounts.claim() as account:
+                yield account
+
+    async def _start(self, config: BootConfig, account: Account | None, listener: socket.socket) -> Process:
+        tcg = self.acceleration.kind == "tcg"
+        command_line = kernel_command_line(config, tsc_khz=self._tsc_khz if tcg else None)
+        with DescriptorSets() as sets, DescriptorSets() as files:
+            disks = [block_device(disk, f"disk{number}", sets) for number, disk in enumerate(config.disks)]
+            resources = Resources(
+                monitor=listener.fileno(),
+                kernel=_open_kernel(files, config.kernel.bzimage),
+                initramfs=files.open("initramfs", config.kernel.initramfs, os.O_RDONLY),
+                disks=[node for node, _ in disks],
+                descriptor_sets=sets.arguments(),
+            )
+            tap = () if config.tap_fd is None else (config.tap_fd,)
+            return await Process.start(
+                Launch(
+                    arguments=[str(self.program), *arguments(config, resources, "tcg" if tcg else "kvm", command_line)],
+                    directory=config.directory,
+                    fds=(*sets.fds, *files.fds, listener.fileno(), *tap),
+                    netns=config.netns,
+                    account=account,
+                    file_limit=max((size for _, size in disks), default=0) + (64 << 20),
+                )
+            )
 
     def _record(self, identity: Identity, directory: Path) -> MachineRecord:
         return MachineRecord(
@@ -247,17 +252,22 @@ def _open_kernel(files: DescriptorSets, path: Path) -> int:
     return fd
 
 
-def _listen(path: Path) -> socket.socket:
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        path.unlink(missing_ok=True)
-        sock.bind(str(path))
-        path.chmod(0o600)
-        sock.listen(1)
-    except OSError as error:
-        sock.close()
-        raise VmmFailed(f"cannot listen on {path}: {error}") from error
-    return sock
+@contextmanager
+def _listening(path: Path) -> Iterator[socket.socket]:
+    """A socket that listens; its file stays only if all goes well."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+        try:
+            path.unlink(missing_ok=True)
+            sock.bind(str(path))
+            path.chmod(0o600)
+            sock.listen(1)
+        except OSError as error:
+            raise VmmFailed(f"cannot listen on {path}: {error}") from error
+        try:
+            yield sock
+        except BaseException:
+            path.unlink(missing_ok=True)
+            raise
 
 
 async def _version(program: Path) -> str:
