@@ -26,7 +26,7 @@ from aenv.vmm.interface import BootConfig, Exit, Machine, MachineRecord
 from aenv.vmm.probe import Acceleration, choose, device_groups
 from aenv.vmm.process import Account, Identity, Launch, Process
 from aenv.vmm.qemu_command import Resources, arguments, check, kernel_command_line
-from aenv.vmm.qmp import COMMAND_TIMEOUT, GREETING_TIMEOUT, Qmp
+from aenv.vmm.qmp import COMMAND_TIMEOUT, GREETING_TIMEOUT, Qmp, reachable
 from aenv.vmm.tsc import tsc_khz
 
 NAME = "qemu"
@@ -258,7 +258,8 @@ def _listening(path: Path) -> Iterator[socket.socket]:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
         try:
             path.unlink(missing_ok=True)
-            sock.bind(str(path))
+            with reachable(path) as address:
+                sock.bind(address)
             path.chmod(0o600)
             sock.listen(1)
         except OSError as error:

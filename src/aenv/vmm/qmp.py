@@ -7,8 +7,10 @@ whatever breaks the protocol ends the connection with a VmmFailed that names the
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,16 @@ GREETING_TIMEOUT = 30.0  # seconds from connection to greeting: QEMU builds the 
 COMMAND_TIMEOUT = 10.0  # seconds
 
 Message = dict[str, Any]
+
+
+@contextmanager
+def reachable(path: Path) -> Iterator[str]:
+    """An address of the socket ``path``, which itself may be longer than the 107 bytes that fit into an address."""
+    directory = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield f"/proc/self/fd/{directory}/{path.name}"
+    finally:
+        os.close(directory)
 
 
 class Qmp:
@@ -53,8 +65,9 @@ class Qmp:
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
         try:
             # Not wait_for, which in Python 3.11 swallows a cancellation that comes together with the result.
-            async with asyncio.timeout(timeout):
-                await asyncio.get_running_loop().sock_connect(sock, str(path))
+            with reachable(path) as address:
+                async with asyncio.timeout(timeout):
+                    await asyncio.get_running_loop().sock_connect(sock, address)
         except (OSError, TimeoutError) as error:
             sock.close()
             raise VmmFailed(f"cannot reach the monitor {path}: {error or 'timeout'}") from error
