@@ -290,7 +290,7 @@ fn snapshots(dir: &Path) {
         image.freeze().unwrap();
         freezes.push(start.elapsed());
         let start = Instant::now();
-        image.settle(false).unwrap();
+        image.settle(true).unwrap();
         settles.push(start.elapsed());
     }
     report(

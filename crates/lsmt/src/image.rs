@@ -50,6 +50,16 @@ pub struct Image {
     settling: Mutex<()>,
 }
 
+/// For exporting a disk that nobody writes to.
+impl ReadAt for Image {
+    fn read_at(&self, buf: &mut [u8], offset: u64) -> io::Result<usize> {
+        self.read(buf, offset)
+    }
+    fn size(&self) -> u64 {
+        self.virtual_size()
+    }
+}
+
 /// What reads and writes go to. Never changes; a new view replaces it.
 #[derive(Debug)]
 struct View {
@@ -268,7 +278,7 @@ impl Image {
         self.view().below.stack.clone()
     }
 
-    /// Frozen uppers that wait for [`Image::settle`].
+    /// Frozen uppers that are not on stable storage yet and wait for [`Image::settle`].
     pub fn unsettled(&self) -> usize {
         locked(&self.unsealed).len()
     }
@@ -331,7 +341,7 @@ impl Image {
             }
         }
         if self.unsettled() >= MAX_FROZEN {
-            self.settle(false)?;
+            self.settle(true)?;
         }
         Ok(())
     }
@@ -419,10 +429,13 @@ impl Image {
         Ok(uuid)
     }
 
-    /// Makes layers of all frozen uppers: index, seal, manifest. With `durable` all of it is on stable storage when
-    /// this returns. What fails can be tried again; nothing is lost meanwhile.
+    /// Makes layers of all frozen uppers: in memory, and with `durable` on stable storage as well, by sealing them and
+    /// recording that. What fails can be tried again; nothing is lost meanwhile.
     pub fn settle(&self, durable: bool) -> Result<()> {
         let settling = locked(&self.settling);
+        if !durable {
+            return self.absorb(&settling);
+        }
         let waiting = {
             // An exchange is either complete or not begun.
             let _swap = locked(&self.swap);
@@ -431,7 +444,7 @@ impl Image {
         self.absorb(&settling)?;
         for upper in waiting {
             // A seal must not be on record before the layer is on stable storage, or a crash makes the image unreadable.
-            upper.seal(durable || self.durability != Durability::None)?;
+            upper.seal(true)?;
             let mut manifest = locked(&self.manifest);
             manifest.record(&Event::Sealed(upper.identity().uuid))?;
             locked(&self.unsealed).retain(|other| !Arc::ptr_eq(other, &upper));
@@ -467,20 +480,30 @@ impl Image {
         }
     }
 
-    /// Cuts the disk and returns the state at that moment as a durable stack of layers.
-    pub fn snapshot(&self) -> Result<Snapshot> {
+    /// Cuts the disk and returns the state at that moment, to fork from at once. It is not durable before
+    /// [`Image::settle`].
+    pub fn cut(&self) -> Result<Snapshot> {
+        let settling = locked(&self.settling);
         let uuid = self.freeze()?;
-        self.settle(true)?;
-        // Another snapshot may already be on top.
+        self.absorb(&settling)?;
+        // Another cut may already be on top.
         let stack = self.stack();
-        let count = stack
-            .layers()
-            .iter()
-            .position(|l| l.identity().uuid == uuid)
-            .map_or(0, |i| i + 1);
-        let keys: Vec<_> = stack.layers()[..count].iter().map(|l| l.key()).collect();
-        let stack = self.cache.stack(&keys, |i| Ok(stack.layers()[i].clone()))?;
+        let layers = stack.layers();
+        let Some(position) = layers.iter().rposition(|l| l.identity().uuid == uuid) else {
+            return Err(Error::Argument(format!(
+                "layer {uuid} was removed while it was made"
+            )));
+        };
+        let keys: Vec<_> = layers[..=position].iter().map(|l| l.key()).collect();
+        let stack = self.cache.stack(&keys, |i| Ok(layers[i].clone()))?;
         Ok(Snapshot { uuid, stack })
+    }
+
+    /// Cuts the disk and returns the state at that moment, durably.
+    pub fn snapshot(&self) -> Result<Snapshot> {
+        let snapshot = self.cut()?;
+        self.settle(true)?;
+        Ok(snapshot)
     }
 
     /// Replaces layers `first..first + count` by others with the same content, under the names by which they will be

@@ -140,7 +140,7 @@ fn feed_files(manifest: &[u8], data: &[u8], journal: &[u8]) {
         let _ = image.write(0, &vec![3; end as usize]);
         let _ = image.zero(0, end / 2);
         let _ = image.freeze();
-        let _ = image.settle(false);
+        let _ = image.settle(true);
     } else if let Ok((upper, _)) = Upper::open(&data_path, Durability::Process) {
         upper.freeze();
         let _ = upper.seal(false);

@@ -30,7 +30,7 @@ enum Op {
     Zero { at: u64, len: u64 },
     Flush,
     Freeze,
-    Settle,
+    Settle { durable: bool },
     Snapshot,
     Fork,
     Reopen,
@@ -53,7 +53,7 @@ fn ops() -> impl Strategy<Value = Vec<Op>> {
         4 => range.prop_map(|(at, len)| Op::Zero { at, len }),
         2 => Just(Op::Flush),
         2 => Just(Op::Freeze),
-        1 => Just(Op::Settle),
+        2 => any::<bool>().prop_map(|durable| Op::Settle { durable }),
         2 => Just(Op::Snapshot),
         1 => Just(Op::Fork),
         2 => Just(Op::Reopen),
@@ -203,14 +203,21 @@ impl World {
             }
             Op::Flush => self.image().flush().unwrap(),
             Op::Freeze => drop(self.image().freeze().unwrap()),
-            Op::Settle => self.image().settle(false).unwrap(),
+            Op::Settle { durable } => self.image().settle(durable).unwrap(),
             Op::Snapshot => {
-                let snapshot = self.image().snapshot().unwrap();
+                // Every other one is taken without waiting for the disk, and made durable later.
+                let cut = self.snapshots.len() % 2 == 0;
+                let snapshot = if cut {
+                    self.image().cut().unwrap()
+                } else {
+                    self.image().snapshot().unwrap()
+                };
                 assert_eq!(
                     snapshot.stack.layers().last().unwrap().identity().uuid,
                     snapshot.uuid
                 );
                 snapshot.stack.check_parents().unwrap();
+                self.image().settle(true).unwrap();
                 self.note_names();
                 self.snapshots
                     .push((snapshot, self.disks[self.active].expected.clone()));
@@ -242,7 +249,7 @@ impl World {
                 disk.image = Some(image);
             }
             Op::Merge { first, count } => {
-                self.image().settle(false).unwrap();
+                self.image().settle(true).unwrap();
                 self.note_names();
                 let layers = self.image().stack().layers().to_vec();
                 if first + count <= layers.len() {
