@@ -135,6 +135,7 @@ pub fn main(args: &[OsString]) -> ExitCode {
 }
 
 fn run(options: &Options) -> Result<(), String> {
+    setup::seal_descriptors()?;
     let (kernel, identity) = setup::enter(options.root.as_deref(), options.guest)?;
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()

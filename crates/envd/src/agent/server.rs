@@ -92,5 +92,4 @@ fn configure(stream: &TcpStream) {
     let _ = sockopt::set_tcp_keepidle(stream, Duration::from_secs(60));
     let _ = sockopt::set_tcp_keepintvl(stream, Duration::from_secs(10));
     let _ = sockopt::set_tcp_keepcnt(stream, 3);
-    let _ = sockopt::set_tcp_user_timeout(stream, 120_000);
 }

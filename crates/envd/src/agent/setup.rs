@@ -1,7 +1,6 @@
 //! From the start of the agent to the point where it lives in the user's root.
 
 use rustix::fs::Mode;
-use rustix::io::{fcntl_setfd, FdFlags};
 use rustix::process::{chdir, chroot, fchdir, geteuid, umask};
 use rustix::thread::set_thread_groups;
 use std::os::fd::{FromRawFd, OwnedFd, RawFd};
@@ -9,6 +8,19 @@ use std::path::Path;
 
 use super::identity::Identity;
 use super::kernel::Kernel;
+
+/// Keeps descriptors that were left open by whoever started the agent from its own children.
+pub fn seal_descriptors() -> Result<(), String> {
+    // SAFETY: the call only sets a flag on open descriptors.
+    let result = unsafe { libc::close_range(3, u32::MAX, libc::CLOSE_RANGE_CLOEXEC as i32) };
+    if result != 0 {
+        return Err(format!(
+            "cannot seal descriptors: {}",
+            std::io::Error::last_os_error()
+        ));
+    }
+    Ok(())
+}
 
 /// Opens what is needed from outside and changes the root: to `root`, or to what the first process
 /// of a guest passed as descriptor `guest`, or not at all.
@@ -33,8 +45,7 @@ pub fn enter(root: Option<&Path>, guest: Option<RawFd>) -> Result<(Kernel, Ident
     if let Some(fd) = guest {
         // SAFETY: the first process passes this descriptor for us to own; nothing else uses its number.
         let fd = unsafe { OwnedFd::from_raw_fd(fd) };
-        fcntl_setfd(&fd, FdFlags::CLOEXEC)
-            .and_then(|()| fchdir(&fd))
+        fchdir(&fd)
             .and_then(|()| chroot("."))
             .and_then(|()| chdir("/"))
             .map_err(|e| format!("cannot enter the root of the user: {e}"))?;

@@ -1,21 +1,17 @@
 //! `GET /files`: one file, whole or a range of it.
 
 use bytes::Bytes;
-use hyper::body::{Body as HttpBody, Frame, Incoming, SizeHint};
+use hyper::body::{Body as _, Incoming};
 use hyper::header::{self, HeaderMap, HeaderName, HeaderValue};
 use hyper::{Method, Request, Response, StatusCode};
 use rustix::fs::{FileType, Mode, OFlags};
 use std::fs::File;
-use std::future::Future;
 use std::io::{self, Read};
-use std::os::unix::fs::FileExt;
 use std::path::Path;
-use std::pin::Pin;
 use std::sync::Arc;
-use std::task::{ready, Context, Poll};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
-use tokio::task::JoinHandle;
 
+use super::body::FileBody;
 use super::{blocking, Failure, Target};
 use crate::agent::filesystem::path;
 use crate::agent::filesystem::walk::{kind, Last, Walk};
@@ -23,8 +19,6 @@ use crate::agent::http::{self, Body};
 use crate::agent::users::User;
 use crate::agent::Agent;
 
-/// Bytes read at once.
-const READ_SIZE: u64 = 256 << 10;
 /// Files that claim to be empty, as those of procfs do, are read up to here to learn their size.
 const UNSIZED_LIMIT: u64 = 1 << 20;
 
@@ -41,13 +35,20 @@ pub async fn serve(
     let opened = path.clone();
     let content =
         blocking(move || open(&user, &opened).map_err(|e| Failure::io(&opened, &e))).await?;
-    let mut response = respond(request.headers(), content);
+    let gzip = compress(request.headers())? && !request.headers().contains_key(header::RANGE);
+    let mut response = respond(request.headers(), content, gzip);
     if request.method() == Method::HEAD {
+        if let Some(size) = response.body().size_hint().exact() {
+            response
+                .headers_mut()
+                .insert(header::CONTENT_LENGTH, size.into());
+        }
         *response.body_mut() = http::full(Bytes::new());
     }
     let headers = response.headers_mut();
     insert(headers, header::CONTENT_DISPOSITION, &disposition(&path));
     insert(headers, header::CONTENT_TYPE, media_type(&path));
+    insert(headers, header::VARY, "accept-encoding");
     Ok(response)
 }
 
@@ -85,7 +86,7 @@ fn open(user: &User, path: &Path) -> io::Result<Content> {
     })
 }
 
-fn respond(request: &HeaderMap, content: Content) -> Response<Body> {
+fn respond(request: &HeaderMap, content: Content, gzip: bool) -> Response<Body> {
     let (file, size, modified) = match content {
         Content::Bytes(bytes) => return Response::new(http::full(bytes)),
         Content::File {
@@ -99,9 +100,14 @@ fn respond(request: &HeaderMap, content: Content) -> Response<Body> {
         http::empty(StatusCode::NOT_MODIFIED)
     } else {
         match range(request, size, &date) {
-            Range::Whole => Response::new(http::boxed(FileBody::new(file, 0, size))),
+            Range::Whole if gzip => {
+                let mut response = Response::new(http::boxed(FileBody::gzip(file, size)));
+                insert(response.headers_mut(), header::CONTENT_ENCODING, "gzip");
+                response
+            }
+            Range::Whole => Response::new(http::boxed(FileBody::plain(file, 0, size))),
             Range::Part(start, length) => {
-                let mut response = Response::new(http::boxed(FileBody::new(file, start, length)));
+                let mut response = Response::new(http::boxed(FileBody::plain(file, start, length)));
                 *response.status_mut() = StatusCode::PARTIAL_CONTENT;
                 let range = format!("bytes {start}-{}/{size}", start + length - 1);
                 insert(response.headers_mut(), header::CONTENT_RANGE, &range);
@@ -166,66 +172,44 @@ fn range(request: &HeaderMap, size: u64, date: &str) -> Range {
     Range::Part(start, end - start + 1)
 }
 
-/// Part of a file as a body. No thread is held while the client reads slowly.
-struct FileBody {
-    file: Arc<File>,
-    offset: u64,
-    left: u64,
-    reading: Option<JoinHandle<io::Result<Vec<u8>>>>,
-}
-
-impl FileBody {
-    fn new(file: File, offset: u64, left: u64) -> FileBody {
-        FileBody {
-            file: Arc::new(file),
-            offset,
-            left,
-            reading: None,
-        }
-    }
-}
-
-impl HttpBody for FileBody {
-    type Data = Bytes;
-    type Error = io::Error;
-
-    fn poll_frame(
-        self: Pin<&mut Self>,
-        cx: &mut Context<'_>,
-    ) -> Poll<Option<io::Result<Frame<Bytes>>>> {
-        let this = self.get_mut();
-        if this.left == 0 {
-            return Poll::Ready(None);
-        }
-        let reading = this.reading.get_or_insert_with(|| {
-            let (file, offset, size) = (this.file.clone(), this.offset, this.left.min(READ_SIZE));
-            tokio::task::spawn_blocking(move || {
-                let mut buffer = vec![0; size as usize];
-                let size = file.read_at(&mut buffer, offset)?;
-                buffer.truncate(size);
-                Ok(buffer)
-            })
-        });
-        let data = ready!(Pin::new(reading).poll(cx)).map_err(io::Error::other)??;
-        this.reading = None;
-        if data.is_empty() {
-            // The length is already promised, so the connection has to break.
-            return Poll::Ready(Some(Err(io::Error::new(
-                io::ErrorKind::UnexpectedEof,
-                "the file was cut short",
-            ))));
-        }
-        this.offset += data.len() as u64;
-        this.left -= data.len() as u64;
-        Poll::Ready(Some(Ok(Frame::data(data.into()))))
-    }
-
-    fn is_end_stream(&self) -> bool {
-        self.left == 0
-    }
-
-    fn size_hint(&self) -> SizeHint {
-        SizeHint::with_exact(self.left)
+/// Whether to compress for a client: only if it takes nothing else, because the guest's processor is
+/// dearer than its network. An error if it takes nothing we have.
+fn compress(request: &HeaderMap) -> Result<bool, Failure> {
+    let accepted = request
+        .get(header::ACCEPT_ENCODING)
+        .and_then(|v| v.to_str().ok())
+        .unwrap_or("");
+    let coding = |item: &str| {
+        let (name, parameters) = item.split_once(';').unwrap_or((item, ""));
+        let weight = parameters
+            .trim()
+            .strip_prefix("q=")
+            .and_then(|q| q.parse::<f32>().ok());
+        (
+            name.trim().to_ascii_lowercase(),
+            weight.unwrap_or(1.0) > 0.0,
+        )
+    };
+    let codings: Vec<_> = accepted
+        .split(',')
+        .filter(|i| !i.trim().is_empty())
+        .map(coding)
+        .collect();
+    let find = |wanted: &str| {
+        codings
+            .iter()
+            .find(|(name, _)| name == wanted)
+            .map(|(_, taken)| *taken)
+    };
+    let gzip = find("gzip").or(find("*")).unwrap_or(false);
+    let identity = find("identity").or(find("*")).unwrap_or(true);
+    let only_gzip = gzip && codings.iter().all(|(name, _)| name == "gzip");
+    match identity || gzip {
+        true => Ok(only_gzip || !identity),
+        false => Err(Failure::new(
+            StatusCode::NOT_ACCEPTABLE,
+            format!("accept-encoding '{accepted}' leaves neither identity nor gzip"),
+        )),
     }
 }
 

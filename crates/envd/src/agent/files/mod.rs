@@ -1,5 +1,6 @@
 //! `GET` and `POST /files`: whole files over plain HTTP.
 
+mod body;
 mod download;
 mod multipart;
 mod upload;

@@ -9,6 +9,7 @@ use hyper::body::{Body, Frame, Incoming};
 use std::future::Future;
 use std::io;
 use std::pin::Pin;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::Arc;
 use std::task::{ready, Context, Poll};
 use std::time::Duration;
@@ -36,13 +37,15 @@ enum Item {
 pub struct Subscriber {
     queue: mpsc::UnboundedSender<Item>,
     credit: Arc<Semaphore>,
+    /// Set when the stream was ended from here, which its reader may not know for long.
+    finished: Arc<AtomicBool>,
 }
 
 impl Subscriber {
     /// Queues output; waits while the queue is full. False: this subscriber is gone or was cut off.
     pub async fn data(&self, envelope: Bytes) -> bool {
         let size = envelope.len().min(QUEUE_LIMIT) as u32;
-        if self.queue.is_closed() {
+        if self.is_gone() {
             return false;
         }
         let permit = match self.credit.try_acquire_many(size) {
@@ -73,12 +76,14 @@ impl Subscriber {
 
     /// Ends the stream; what is queued is still delivered.
     pub fn finish(&self, result: Result<(), &Error>) {
+        self.finished.store(true, Ordering::Relaxed);
         // A stream whose client is gone needs no end.
         let _ = self.queue.send(Item::End(end(result)));
     }
 
+    /// Whether nothing can reach the client any more.
     pub fn is_gone(&self) -> bool {
-        self.queue.is_closed()
+        self.finished.load(Ordering::Relaxed) || self.queue.is_closed()
     }
 }
 
@@ -114,13 +119,12 @@ pub fn channel(
         deadline: deadline.map(|d| Box::pin(sleep(d))),
         done: false,
     };
-    (
-        Subscriber {
-            queue: sender,
-            credit,
-        },
-        stream,
-    )
+    let subscriber = Subscriber {
+        queue: sender,
+        credit,
+        finished: Arc::default(),
+    };
+    (subscriber, stream)
 }
 
 impl EventStream {
