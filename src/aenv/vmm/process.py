@@ -1,9 +1,9 @@
 """A VMM process: started apart from this program, watched through a pidfd, taken over after a restart.
 
 The process is in a session of its own, has none of our file descriptors but those it is meant to have, and prints into
-sealed memory (``output.py``), so neither our end nor a full pipe can touch it. It runs as an account of its own
-with no groups but those named, can never gain privileges (``no_new_privs``), leaves no core dump with a guest's memory in
-it, and is what the kernel kills first when the machine runs out of memory.
+sealed memory (``output.py``), so neither our end nor a full pipe can touch it. It runs as an account of its own with no
+groups but those named, can never gain privileges (``no_new_privs``), leaves no core dump with a guest's memory in it,
+and is what the kernel kills first when the machine runs out of memory.
 
 It carries its directory in the environment variable ``AENV_MACHINE``. ``find`` looks for that: a process that was
 started a moment before this program died, and that nobody could write down, is not lost.
