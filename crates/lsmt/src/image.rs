@@ -555,6 +555,37 @@ impl Image {
         Ok(())
     }
 
+    /// Data files and journals in the directory that have no role: what a crash left of an upper that was being made, and
+    /// layers that were replaced. Nothing in the image needs them; other images may use a replaced layer.
+    pub fn unreferenced(&self) -> Result<Vec<PathBuf>> {
+        // No upper is being made while this is held.
+        let _swap = locked(&self.swap);
+        let roles = self.roles();
+        let used: Vec<Uuid> = roles
+            .layers
+            .iter()
+            .filter_map(LayerRef::uuid)
+            .chain(roles.upper)
+            .collect();
+        let list = || -> io::Result<Vec<PathBuf>> {
+            let mut found = Vec::new();
+            for entry in std::fs::read_dir(&self.dir)? {
+                let path = entry?.path();
+                let ours = path
+                    .extension()
+                    .is_some_and(|extension| extension == "lsmt" || extension == "jrn");
+                let uuid = path
+                    .file_stem()
+                    .and_then(|stem| Uuid::try_parse(stem.to_str()?).ok());
+                if uuid.is_some_and(|uuid| ours && !used.contains(&uuid)) {
+                    found.push(path);
+                }
+            }
+            Ok(found)
+        };
+        list().map_err(Error::io(format!("list {}", self.dir.display())))
+    }
+
     fn view(&self) -> Arc<View> {
         self.view
             .read()

@@ -8,10 +8,13 @@
 //! accepted.
 
 use std::io::Write;
+use std::ops::Range;
 
+use crate::entry::Entry;
 use crate::error::{Error, Result};
-use crate::header::{u32_at, u64_at};
+use crate::header::{u32_at, u64_at, SECTOR};
 use crate::source::ReadAt;
+use crate::stack::Stack;
 use crate::zfile::raw_crc32c;
 
 const MAGIC: u32 = 0xC2EF_1820;
@@ -101,6 +104,55 @@ pub fn write(records: &[Record], out: &mut impl Write) -> Result<()> {
     out.write_all(&header)
         .and_then(|()| out.write_all(&bytes))
         .map_err(Error::io("write a prefetch trace"))
+}
+
+/// The ranges of sectors of the disk that the recorded reads were for, in the order of the reads: what
+/// [`crate::commit::Options::order`] takes. Data that is hidden by higher layers, and bytes that are not data, such as the
+/// index of a layer, are left out.
+pub fn image_ranges(records: &[Record], stack: &Stack) -> Result<Vec<Range<u64>>> {
+    // First slot of each layer; its own file is always the first of its sources.
+    let mut first_slots = Vec::new();
+    let mut slot = 0;
+    for layer in stack.layers() {
+        first_slots.push(slot);
+        slot += layer.sources().len();
+    }
+    let index = stack.merged_index()?;
+    let mut by_source: Vec<Vec<Entry>> = vec![Vec::new(); slot];
+    for entry in index.entries().iter().filter(|e| !e.is_zeroed()) {
+        by_source[usize::from(entry.slot())].push(*entry);
+    }
+    by_source
+        .iter_mut()
+        .for_each(|entries| entries.sort_unstable_by_key(|e| e.source()));
+    let mut ranges: Vec<Range<u64>> = Vec::new();
+    for record in records {
+        let Some(slot) = first_slots.get(record.layer as usize) else {
+            return Err(Error::Argument(format!(
+                "the trace names layer {} of {}",
+                record.layer,
+                first_slots.len()
+            )));
+        };
+        let entries = &by_source[*slot];
+        let (from, to) = (
+            record.offset / SECTOR,
+            (record.offset + record.count).div_ceil(SECTOR),
+        );
+        // Several entries can refer to the same data only in files of strangers; finding one of them is enough.
+        let start = entries.partition_point(|e| e.source() + e.len() <= from);
+        for entry in entries[start..].iter().take_while(|e| e.source() < to) {
+            let skip = from.saturating_sub(entry.source()).min(entry.len());
+            let end = entry.offset() + entry.len().min(to - entry.source());
+            let range = entry.offset() + skip..end;
+            match ranges.last_mut() {
+                Some(last) if last.end == range.start => last.end = range.end,
+                _ if range.is_empty() => {}
+                _ => ranges.push(range),
+            }
+        }
+    }
+    Ok(ranges)
 }
 
 fn check_count(count: u64) -> Result<()> {

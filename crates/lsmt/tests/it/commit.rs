@@ -12,6 +12,7 @@ use lsmt::pair::Repair;
 use lsmt::source::ReadAt;
 use lsmt::sparse;
 use lsmt::stack::Stack;
+use lsmt::trace;
 
 use crate::pair::open;
 use crate::support::*;
@@ -256,4 +257,75 @@ fn a_smaller_disk_drops_what_is_beyond() {
         &content(&stack)[..100 * 512],
         "a shrunk disk",
     );
+}
+
+#[test]
+fn a_recorded_start_is_one_sequential_read() {
+    let names = [
+        "lsmt/s0-base.commit",
+        "lsmt/s1-mid.commit",
+        "lsmt/s2-top.commit",
+    ];
+    let stack = stack(&names);
+    // A start that reads two places of the top layer, then the tail of the base, then something hidden there.
+    let source =
+        |layer: &Stack, sector: u64| layer.layers()[0].index().get(sector).unwrap().source() * 512;
+    let one = |i: usize| Stack::build([stack.layers()[i].clone()]).unwrap();
+    let records = [
+        trace::Record {
+            layer: 2,
+            offset: source(&one(2), 10240),
+            count: 4096,
+        },
+        trace::Record {
+            layer: 2,
+            offset: source(&one(2), 4352),
+            count: 4096,
+        },
+        trace::Record {
+            layer: 0,
+            offset: source(&one(0), 16376) + 512,
+            count: 1000,
+        },
+        trace::Record {
+            layer: 0,
+            offset: source(&one(0), 0) + 250 * 512,
+            count: 4096,
+        },
+        trace::Record {
+            layer: 1,
+            offset: 102_400,
+            count: 4096,
+        },
+    ];
+    let order = trace::image_ranges(&records, &stack).unwrap();
+    assert_eq!(
+        order,
+        [10240..10248, 4352..4360, 16377..16379],
+        "neither hidden data nor an index"
+    );
+    let (file, _) = dense(
+        &stack,
+        Options {
+            order: &order,
+            ..Options::default()
+        },
+    );
+    let layer = Layer::open(Arc::new(file.clone()), LayerKey::unique()).unwrap();
+    let sources: Vec<_> = order
+        .iter()
+        .map(|r| layer.index().get(r.start).unwrap().source())
+        .collect();
+    assert_eq!(sources, [8, 16, 24]);
+    assert_same(
+        &content(&stack_of(file)),
+        &bytes("lsmt/s-stack3.img"),
+        "in recorded order",
+    );
+    let stranger = trace::Record {
+        layer: 3,
+        offset: 0,
+        count: 1,
+    };
+    assert!(trace::image_ranges(&[stranger], &stack).is_err());
 }

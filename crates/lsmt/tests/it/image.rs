@@ -321,6 +321,33 @@ proptest! {
 }
 
 #[test]
+fn files_without_a_role_are_found() {
+    let mut world = World::new(Durability::Process);
+    for round in 0..3 {
+        world.run(&Op::Write {
+            at: round * 5000,
+            len: 9000,
+            fill: round as u8 + 1,
+        });
+        world.run(&Op::Snapshot);
+    }
+    assert_eq!(world.image().unreferenced().unwrap(), [PathBuf::new(); 0]);
+    let dir = world.disks[0].dir.clone();
+    let orphan = dir.join("0f0f0f0f-0000-4000-8000-000000000000.jrn");
+    std::fs::write(&orphan, "x").unwrap();
+    std::fs::write(dir.join("somebody-elses.lsmt"), "x").unwrap();
+    assert_eq!(world.image().unreferenced().unwrap(), [orphan.clone()]);
+    world.run(&Op::Merge { first: 0, count: 2 });
+    let found = world.image().unreferenced().unwrap();
+    assert_eq!(
+        found.len(),
+        3,
+        "two replaced layers and the orphan: {found:?}"
+    );
+    world.check(&world.disks[0]);
+}
+
+#[test]
 fn forks_share_the_merged_index() {
     let mut world = World::new(Durability::None);
     for round in 0..5 {
@@ -531,4 +558,96 @@ fn lower_layers_larger_than_the_disk_stay_hidden() {
     let snapshot = image.snapshot().unwrap();
     assert_same(&content(&*snapshot.stack), &expected, "and its snapshot");
     assert_eq!(snapshot.stack.size(), size as u64);
+}
+
+/// Blocks the child of the next test writes to, and how often it cuts.
+const BLOCKS: u64 = 64;
+const CUT_EVERY: u64 = 40;
+
+fn stamp(op: u64) -> Vec<u8> {
+    (op + 1).to_le_bytes().repeat(512)
+}
+
+/// Writes one block after the other and says so, while another thread turns cuts into layers, until it is killed.
+fn write_until_killed(dir: &std::path::Path) -> ! {
+    use std::io::Write;
+    let cache = Arc::new(ChainCache::new(0));
+    let image = Image::create(dir, &[], BLOCKS * 4096, Durability::Process, cache).unwrap();
+    let (cuts, settle) = std::sync::mpsc::channel();
+    std::thread::scope(|scope| {
+        let image = &image;
+        scope.spawn(move || settle.iter().for_each(|()| image.settle(true).unwrap()));
+        for op in 0.. {
+            image.write(op * 7 % BLOCKS * 4096, &stamp(op)).unwrap();
+            // The pipe is read by the test: what is in it was acknowledged.
+            std::io::stderr().write_all(&op.to_le_bytes()).unwrap();
+            if op % CUT_EVERY == CUT_EVERY - 1 {
+                image.freeze().unwrap();
+                cuts.send(()).unwrap();
+            }
+        }
+    });
+    unreachable!("the loop has no end");
+}
+
+#[test]
+fn a_killed_process_loses_no_acknowledged_write() {
+    use std::io::Read;
+    use std::process::{Command, Stdio};
+    if let Some(dir) = std::env::var_os("LSMT_KILLED_IN") {
+        write_until_killed(std::path::Path::new(&dir));
+    }
+    for round in 0..12u64 {
+        let dir = tempfile::tempdir_in("/dev/shm")
+            .or_else(|_| tempfile::tempdir())
+            .unwrap();
+        let mut child = Command::new(std::env::current_exe().unwrap())
+            .args([
+                "--exact",
+                "--nocapture",
+                "image::a_killed_process_loses_no_acknowledged_write",
+            ])
+            .env("LSMT_KILLED_IN", dir.path())
+            .stdout(Stdio::null())
+            .stderr(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let mut pipe = child.stderr.take().unwrap();
+        let mut acknowledged = vec![0; 8 * (CUT_EVERY * round + 17 * round + 1) as usize];
+        pipe.read_exact(&mut acknowledged).unwrap();
+        child.kill().unwrap();
+        child.wait().unwrap();
+        pipe.read_to_end(&mut acknowledged).unwrap();
+        let last = u64::from_le_bytes(
+            acknowledged[acknowledged.len() / 8 * 8 - 8..][..8]
+                .try_into()
+                .unwrap(),
+        );
+        assert_eq!(
+            last + 1,
+            acknowledged.len() as u64 / 8,
+            "the pipe holds acknowledgements and nothing else"
+        );
+
+        let cache = Arc::new(ChainCache::new(0));
+        let (image, opened) =
+            Image::open(dir.path(), Durability::Process, cache, &mut resolve).unwrap();
+        image.settle(true).unwrap();
+        for orphan in image.unreferenced().unwrap() {
+            std::fs::remove_file(orphan).unwrap();
+        }
+        for block in 0..BLOCKS {
+            let mut found = vec![0; 4096];
+            image.read(&mut found, block * 4096).unwrap();
+            let of_block = |op: &u64| op * 7 % BLOCKS == block;
+            let expected = (0..=last).rev().find(of_block).map_or(vec![0; 4096], stamp);
+            // The write that was under way may have arrived as well.
+            let next = stamp(last + 1);
+            let arrived = of_block(&(last + 1)) && found == next;
+            assert!(
+                found == expected || arrived,
+                "round {round}, block {block} after {last}, {opened:?}"
+            );
+        }
+    }
 }
