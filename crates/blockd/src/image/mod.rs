@@ -245,13 +245,11 @@ impl Image {
                 return Ok(named.map(link).collect());
             }
         };
-        // A change to the same size moves frozen uppers into the stack, in memory, and does nothing else.
-        writable
-            .resize(writable.virtual_size())
-            .map_err(Failure::lsmt(format!(
-                "read the layers of image {}",
-                self.id
-            )))?;
+        // In memory only: frozen uppers become layers of the stack.
+        writable.settle(false).map_err(Failure::lsmt(format!(
+            "read the layers of image {}",
+            self.id
+        )))?;
         let stack = writable.stack();
         let roles = writable.roles().layers;
         let links = roles.iter().zip(stack.layers()).map(|(role, layer)| {

@@ -13,7 +13,7 @@ use serde_json::json;
 use super::abi::{self, Attr, Negotiated, Op, Out, Request, ROOT};
 use super::MAX_IO;
 use crate::attach::{Disk, Seek, Shape};
-use crate::log;
+use crate::{failpoint, log};
 
 /// Lines about failed requests after which only every thousandth is written.
 const LOUD_FAILURES: u64 = 100;
@@ -120,6 +120,7 @@ impl Session {
                 let node = self.node(request.node)?;
                 let left = node.disk.size().saturating_sub(offset);
                 let len = u64::from(size).min(left).min(MAX_IO as u64) as usize;
+                failpoint::hit("fuse-read");
                 if len > 0 {
                     node.disk.read(&mut payload[..len], offset)?;
                 }
@@ -128,9 +129,11 @@ impl Session {
             Op::Write { offset, data } => {
                 let node = self.writable(request.node, libc::EROFS)?;
                 inside(&node, offset, data.len() as u64)?;
+                failpoint::hit("fuse-write");
                 if !data.is_empty() {
                     node.disk.write(data, offset)?;
                 }
+                failpoint::hit("fuse-written");
                 Ok(reply(payload, |out| {
                     out.u32(data.len() as u32).u32(0);
                 }))
