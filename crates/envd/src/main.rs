@@ -9,7 +9,7 @@ mod sys;
 
 use std::process::ExitCode;
 
-const USAGE: &str = "usage: aenv-envd agent --listen ADDR:PORT [--root DIR]
+const USAGE: &str = "usage: aenv-envd agent --listen ADDR:PORT [--root DIR] [--address IPV4]
        aenv-envd init                (as PID 1 of a guest)
        aenv-envd --version | --help";
 

@@ -563,7 +563,7 @@ fn a_client_that_does_not_read_stops_nothing_and_is_told() {
     let mut attentive = agent.stream("/process.Process/Connect", &[], &json!({"process": {"pid": agent.ok("/process.Process/List", json!({}))["processes"][0]["pid"]}}));
     attentive.pid();
     eventually("the process finished although nobody reads", || {
-        while !exists(&done).is_some() {
+        while exists(&done).is_none() {
             let (flags, _) = attentive.next().unwrap();
             if flags == 2 {
                 break;

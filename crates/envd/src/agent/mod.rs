@@ -4,6 +4,7 @@ mod connect;
 mod control;
 mod files;
 mod filesystem;
+mod forward;
 mod http;
 mod identity;
 mod kernel;
@@ -17,7 +18,7 @@ mod users;
 mod wire;
 
 use std::ffi::OsString;
-use std::net::SocketAddr;
+use std::net::{Ipv4Addr, SocketAddr};
 use std::os::fd::RawFd;
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -41,6 +42,7 @@ pub struct Agent {
     pub kernel: Kernel,
     pub users: Users,
     pub processes: Arc<Processes>,
+    pub watchers: filesystem::watchers::Watchers,
     identity: RwLock<Identity>,
     pub cpu: metrics::Cpu,
     /// Set when the agent shall end.
@@ -89,6 +91,8 @@ struct Options {
     root: Option<PathBuf>,
     /// Root directory passed by the first process of a guest.
     guest: Option<RawFd>,
+    /// Address of the guest, to forward from.
+    address: Option<Ipv4Addr>,
 }
 
 impl Options {
@@ -97,6 +101,7 @@ impl Options {
             listen: SocketAddr::from(([0, 0, 0, 0], 0)),
             root: None,
             guest: None,
+            address: None,
         };
         let mut listen = None;
         let mut args = args.iter();
@@ -109,6 +114,9 @@ impl Options {
                 Some("--listen") => listen = value()?.to_str().and_then(|a| a.parse().ok()),
                 Some("--root") => options.root = Some(value()?.into()),
                 Some("--root-fd") => options.guest = value()?.to_str().and_then(|a| a.parse().ok()),
+                Some("--address") => {
+                    options.address = value()?.to_str().and_then(|a| a.parse().ok())
+                }
                 _ => return Err(format!("unknown argument {}", flag.to_string_lossy())),
             }
         }
@@ -148,6 +156,7 @@ fn run(options: &Options) -> Result<(), String> {
         kernel,
         users: Users::default(),
         processes: Arc::default(),
+        watchers: Default::default(),
         identity: RwLock::new(identity),
         cpu: metrics::Cpu::default(),
         stop: tokio::sync::watch::Sender::new(false),
@@ -156,7 +165,7 @@ fn run(options: &Options) -> Result<(), String> {
     for name in ["root", DEFAULT_USER, &agent.identity().default_user.clone()] {
         agent.users.find(name);
     }
-    let result = runtime.block_on(server::serve(agent, options.listen));
+    let result = runtime.block_on(server::serve(agent, options.listen, options.address));
     runtime.shutdown_background();
     result
 }

@@ -5,14 +5,14 @@ use hyper::service::service_fn;
 use hyper_util::rt::{TokioIo, TokioTimer};
 use rustix::net::sockopt;
 use std::convert::Infallible;
-use std::net::SocketAddr;
+use std::net::{Ipv4Addr, SocketAddr};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::Semaphore;
 
-use super::{control, router, Agent};
+use super::{control, forward, router, Agent};
 
 /// Connections at once; more wait in the backlog of the kernel.
 const CONNECTION_LIMIT: usize = 2048;
@@ -23,7 +23,12 @@ const BUFFER_SIZE: usize = 64 << 10;
 const IDLE_LIMIT: Duration = Duration::from_secs(650);
 
 /// Serves until the agent is told to stop.
-pub async fn serve(agent: Arc<Agent>, address: SocketAddr) -> Result<(), String> {
+/// Servers on loopback are made reachable at `outside`.
+pub async fn serve(
+    agent: Arc<Agent>,
+    address: SocketAddr,
+    outside: Option<Ipv4Addr>,
+) -> Result<(), String> {
     let listener = TcpListener::bind(address)
         .await
         .map_err(|e| format!("cannot listen on {address}: {e}"))?;
@@ -33,6 +38,9 @@ pub async fn serve(agent: Arc<Agent>, address: SocketAddr) -> Result<(), String>
     match agent.kernel.guest {
         Some(_) => eprintln!("aenv-envd: ready"),
         None => eprintln!("aenv-envd: listening on {address}"),
+    }
+    if let Some(outside) = outside {
+        tokio::spawn(forward::run(agent.clone(), outside, address.port()));
     }
     let slots = Arc::new(Semaphore::new(CONNECTION_LIMIT));
     let mut stop = agent.stop.subscribe();

@@ -20,6 +20,7 @@ use rustix::mount::mount_move;
 use rustix::process::{chdir, setrlimit, Resource, Rlimit};
 use rustix::system::{reboot, RebootCommand};
 use std::fs;
+use std::net::Ipv4Addr;
 use std::os::fd::{AsFd, AsRawFd};
 use std::process::ExitCode;
 
@@ -38,6 +39,9 @@ const SETTINGS: &[(&str, &str)] = &[
     // Links in shared directories must not lead root astray.
     ("fs/protected_hardlinks", "1"),
     ("fs/protected_symlinks", "1"),
+    // Development servers watch large trees.
+    ("fs/inotify/max_user_instances", "1024"),
+    ("fs/inotify/max_user_watches", "524288"),
     // Everybody may ping.
     ("net/ipv4/ping_group_range", "0 2147483647"),
 ];
@@ -49,8 +53,8 @@ pub fn main() -> ExitCode {
     }
     // A panic must not end the first process, which would panic the kernel.
     let result = std::panic::catch_unwind(|| {
-        let root = boot()?;
-        supervise::run(&root)
+        let (root, address) = boot()?;
+        supervise::run(&root, address)
     });
     let cause = match result {
         Ok(Ok(never)) => match never {},
@@ -90,7 +94,7 @@ fn power_off() -> ! {
     }
 }
 
-fn boot() -> Result<Root, String> {
+fn boot() -> Result<(Root, Option<Ipv4Addr>), String> {
     mounts::early()?;
     console();
     // Ctrl-Alt-Del, the power button of some VMMs, shall come to us as SIGINT.
@@ -133,7 +137,7 @@ fn boot() -> Result<Root, String> {
         .and_then(|()| mount_move(".", "/"))
         .and_then(|()| chdir("/"))
         .map_err(|e| format!("cannot move the root of the user to /: {e}"))?;
-    Ok(root)
+    Ok((root, parameters.address.map(|address| address.ip)))
 }
 
 /// Opens the console if the kernel could not, as before devtmpfs was mounted.

@@ -112,7 +112,7 @@ impl Interface {
             dst: any,
             gateway: inet(gateway),
             genmask: any,
-            flags: (libc::RTF_UP | libc::RTF_GATEWAY) as u16,
+            flags: libc::RTF_UP | libc::RTF_GATEWAY,
             pad2: 0,
             pad3: 0,
             pad4: std::ptr::null(),

@@ -6,6 +6,7 @@ use rustix::mount::{mount_remount, MountFlags, UnmountFlags};
 use rustix::process::{kill_process, wait, Pid, Signal, WaitOptions};
 use std::convert::Infallible;
 use std::fs;
+use std::net::Ipv4Addr;
 use std::os::fd::{AsRawFd, BorrowedFd};
 use std::os::unix::process::CommandExt;
 use std::process::Command;
@@ -24,14 +25,14 @@ const POLL: Duration = Duration::from_millis(10);
 const AGENT_OOM_SCORE: &[u8] = b"-900";
 
 /// Runs the guest until somebody asks for its end.
-pub fn run(root: &Root) -> Result<Infallible, String> {
+pub fn run(root: &Root, address: Option<Ipv4Addr>) -> Result<Infallible, String> {
     let signals = Signals::block([libc::SIGCHLD, libc::SIGTERM, libc::SIGINT]);
     let mut agent = None;
     let mut due = Instant::now();
     loop {
         if agent.is_none() && Instant::now() >= due {
             due = Instant::now() + BACK_OFF;
-            match start(root) {
+            match start(root, address) {
                 Ok(pid) => agent = Some(pid),
                 Err(message) => warn(&message),
             }
@@ -55,7 +56,7 @@ pub fn run(root: &Root) -> Result<Infallible, String> {
 }
 
 /// Starts the agent from the initramfs. It finds the user's root as an open descriptor.
-fn start(root: &Root) -> Result<Pid, String> {
+fn start(root: &Root, address: Option<Ipv4Addr>) -> Result<Pid, String> {
     let program = std::env::current_exe()
         .map_err(|e| format!("cannot find the program of the agent: {e}"))?;
     let number = root.fd().as_raw_fd();
@@ -70,6 +71,9 @@ fn start(root: &Root) -> Result<Pid, String> {
             &number.to_string(),
         ])
         .env_clear();
+    if let Some(address) = address {
+        command.args(["--address", &address.to_string()]);
+    }
     // SAFETY: the closure runs between fork and exec of a single-threaded process and only makes
     // system calls; the root stays open for as long as we run.
     unsafe {

@@ -6,3 +6,5 @@ pub mod path;
 pub mod rpc;
 mod tree;
 pub mod walk;
+mod watch;
+pub mod watchers;

@@ -13,7 +13,7 @@ use std::sync::Arc;
 
 use super::entry::{describe, Entry};
 use super::walk::{kind, Last, Walk};
-use super::{path, tree};
+use super::{path, tree, watchers};
 use crate::agent::connect::{self, check, Code, Error, Kind};
 use crate::agent::http::Body;
 use crate::agent::process::rpc::caller;
@@ -50,7 +50,7 @@ pub async fn serve(
     request: Request<Incoming>,
 ) -> Option<Response<Body>> {
     if !matches!(method, "Stat" | "MakeDir" | "Move" | "ListDir" | "Remove") {
-        return None;
+        return watchers::serve(agent, method, request).await;
     }
     if let Err(response) = check(request.headers(), Kind::Unary) {
         return Some(*response);

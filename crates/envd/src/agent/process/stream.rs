@@ -81,6 +81,11 @@ impl Subscriber {
         let _ = self.queue.send(Item::End(end(result)));
     }
 
+    /// Waits until the client is gone or has its last message.
+    pub async fn closed(&self) {
+        self.queue.closed().await;
+    }
+
     /// Whether nothing can reach the client any more.
     pub fn is_gone(&self) -> bool {
         self.finished.load(Ordering::Relaxed) || self.queue.is_closed()
