@@ -561,23 +561,30 @@ impl Image {
         // No upper is being made while this is held.
         let _swap = locked(&self.swap);
         let roles = self.roles();
-        let used: Vec<Uuid> = roles
+        let layers: Vec<Uuid> = roles
             .layers
             .iter()
             .filter_map(LayerRef::uuid)
             .chain(roles.upper)
             .collect();
+        let sealed = |uuid: Uuid| roles.layers.contains(&LayerRef::Sealed(uuid));
         let list = || -> io::Result<Vec<PathBuf>> {
             let mut found = Vec::new();
             for entry in std::fs::read_dir(&self.dir)? {
                 let path = entry?.path();
-                let ours = path
-                    .extension()
-                    .is_some_and(|extension| extension == "lsmt" || extension == "jrn");
-                let uuid = path
+                let Some(uuid) = path
                     .file_stem()
-                    .and_then(|stem| Uuid::try_parse(stem.to_str()?).ok());
-                if uuid.is_some_and(|uuid| ours && !used.contains(&uuid)) {
+                    .and_then(|stem| Uuid::try_parse(stem.to_str()?).ok())
+                else {
+                    continue;
+                };
+                let used = layers.contains(&uuid);
+                let needed = match path.extension().and_then(|extension| extension.to_str()) {
+                    Some("lsmt") => used,
+                    Some("jrn") => used && !sealed(uuid),
+                    _ => true,
+                };
+                if !needed {
                     found.push(path);
                 }
             }

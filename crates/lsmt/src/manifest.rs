@@ -435,3 +435,191 @@ fn parse(bytes: &[u8]) -> Result<(u64, Roles, u64, u64)> {
     let roles = roles.ok_or_else(|| Error::format(OBJECT, "it has no intact record"))?;
     Ok((key, roles, number - 1, at as u64))
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn id(n: u128) -> Uuid {
+        Uuid::from_u128(n)
+    }
+
+    /// A life of an image: two lowers, uppers 1 to 4, a merge.
+    fn events() -> Vec<Event> {
+        let lowers = ["sha256:aaaa", "sha256:bbbb"].map(|name| LayerRef::Lower(name.into()));
+        vec![
+            Event::State(Roles {
+                layers: lowers.to_vec(),
+                upper: Some(id(1)),
+            }),
+            Event::Upper(id(2)),
+            Event::Sealed(id(1)),
+            Event::Upper(id(3)),
+            Event::Upper(id(4)),
+            Event::Replaced {
+                first: 1,
+                count: 2,
+                with: vec![LayerRef::Lower("merged".into())],
+            },
+            Event::Sealed(id(2)),
+            Event::Sealed(id(3)),
+        ]
+    }
+
+    fn states() -> Vec<Roles> {
+        let mut roles = Roles::default();
+        let apply = |event| {
+            roles.apply(&event).unwrap();
+            roles.clone()
+        };
+        events().into_iter().map(apply).collect()
+    }
+
+    #[test]
+    fn roles_follow_the_life_of_an_image() {
+        let last = states().pop().unwrap();
+        let lower = |name: &str| LayerRef::Lower(name.into());
+        let layers = vec![
+            lower("sha256:aaaa"),
+            lower("merged"),
+            LayerRef::Sealed(id(2)),
+            LayerRef::Sealed(id(3)),
+        ];
+        assert_eq!(
+            last,
+            Roles {
+                layers,
+                upper: Some(id(4))
+            }
+        );
+    }
+
+    #[test]
+    fn events_that_do_not_fit_change_nothing() {
+        let roles = states()[4].clone();
+        let refused = [
+            Event::Upper(id(4)),
+            Event::Upper(id(3)),
+            Event::Upper(id(1)),
+            Event::Sealed(id(1)),
+            Event::Sealed(id(9)),
+            Event::Replaced {
+                first: 2,
+                count: 2,
+                with: vec![],
+            },
+            Event::Replaced {
+                first: 4,
+                count: 2,
+                with: vec![],
+            },
+            Event::Replaced {
+                first: u32::MAX,
+                count: u32::MAX,
+                with: vec![],
+            },
+        ];
+        for event in refused {
+            let mut copy = roles.clone();
+            assert!(copy.apply(&event).is_err(), "{event:?}");
+            assert_eq!(copy, roles);
+        }
+    }
+
+    #[test]
+    fn a_manifest_cut_or_damaged_anywhere_gives_an_earlier_state() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("manifest");
+        let mut events = events().into_iter();
+        let Some(Event::State(first)) = events.next() else {
+            unreachable!()
+        };
+        let mut manifest = Manifest::create(&path, first).unwrap();
+        let mut ends = vec![manifest.end];
+        for event in events {
+            manifest.record(&event).unwrap();
+            ends.push(manifest.end);
+        }
+        manifest.sync().unwrap();
+        assert!(
+            manifest.record(&Event::Sealed(id(77))).is_err(),
+            "what does not fit is not recorded"
+        );
+        let bytes = std::fs::read(&path).unwrap();
+        let states = states();
+        for cut in 0..=bytes.len() {
+            std::fs::write(&path, &bytes[..cut]).unwrap();
+            let whole = ends.iter().filter(|end| **end <= cut as u64).count();
+            match Manifest::open(&path) {
+                Ok((manifest, torn)) => {
+                    assert_eq!(*manifest.roles(), states[whole - 1]);
+                    assert_eq!(torn, cut as u64 - ends[whole - 1]);
+                }
+                Err(_) => assert_eq!(whole, 0),
+            }
+        }
+        for at in HEADER..bytes.len() {
+            let mut damaged = bytes.clone();
+            damaged[at] ^= 4;
+            std::fs::write(&path, &damaged).unwrap();
+            let whole = ends.iter().filter(|end| **end <= at as u64).count();
+            match Manifest::open(&path) {
+                Ok((manifest, _)) => assert_eq!(*manifest.roles(), states[whole - 1]),
+                Err(_) => assert_eq!(whole, 0),
+            }
+        }
+        // After a repair the manifest goes on.
+        std::fs::write(&path, &bytes[..bytes.len() - 1]).unwrap();
+        let (mut manifest, _) = Manifest::open(&path).unwrap();
+        manifest.record(&Event::Sealed(id(3))).unwrap();
+        drop(manifest);
+        assert_eq!(
+            Manifest::open(&path).unwrap().0.roles(),
+            states.last().unwrap()
+        );
+    }
+
+    #[test]
+    fn a_long_manifest_is_rewritten() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("manifest");
+        let mut manifest = Manifest::create(
+            &path,
+            Roles {
+                layers: vec![],
+                upper: Some(id(0)),
+            },
+        )
+        .unwrap();
+        let name = "n".repeat(MAX_NAME);
+        for n in 1..300 {
+            manifest.record(&Event::Upper(id(n))).unwrap();
+            manifest.record(&Event::Sealed(id(n - 1))).unwrap();
+            let with = vec![LayerRef::Lower(name.clone())];
+            let count = manifest.roles().layers.len() as u32;
+            manifest
+                .record(&Event::Replaced {
+                    first: 0,
+                    count,
+                    with,
+                })
+                .unwrap();
+        }
+        let roles = manifest.roles().clone();
+        assert!(manifest.end > REWRITE);
+        drop(manifest);
+        let (mut manifest, cut) = Manifest::open(&path).unwrap();
+        assert_eq!((manifest.roles(), cut), (&roles, 0));
+        assert!(std::fs::metadata(&path).unwrap().len() < 10_000);
+        manifest.record(&Event::Upper(id(1000))).unwrap();
+        let roles = manifest.roles().clone();
+        drop(manifest);
+        assert_eq!(*Manifest::open(&path).unwrap().0.roles(), roles);
+        let long = Event::Replaced {
+            first: 0,
+            count: 0,
+            with: vec![LayerRef::Lower("x".repeat(MAX_NAME + 1))],
+        };
+        assert!(Manifest::open(&path).unwrap().0.record(&long).is_err());
+    }
+}

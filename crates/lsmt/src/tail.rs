@@ -6,6 +6,9 @@ use crate::entry::{Entry, MAX_REAL_ENTRIES, PER_PAGE};
 use crate::error::{Error, Result};
 use crate::header::{flags, Header, SECTOR};
 
+/// Entries encoded at once.
+const CHUNK: usize = 16 << 10;
+
 /// How an index is padded.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Padding {
@@ -40,13 +43,15 @@ pub(crate) fn write(
     let fill = index_bytes.next_multiple_of(SECTOR) - index_bytes;
     let block = trailer.encode()?;
     let mut write = || -> io::Result<()> {
-        for chunk in entries.chunks(4096) {
-            let bytes: Vec<u8> = chunk.iter().flat_map(|e| e.encode()).collect();
-            out.write_all(&bytes)?;
+        let mut bytes = vec![0; CHUNK * Entry::SIZE];
+        for chunk in entries.chunks(CHUNK) {
+            let bytes = &mut bytes[..chunk.len() * Entry::SIZE];
+            for (place, entry) in bytes.chunks_exact_mut(Entry::SIZE).zip(chunk) {
+                place.copy_from_slice(&entry.encode());
+            }
+            out.write_all(bytes)?;
         }
-        for _ in 0..pads {
-            out.write_all(&Entry::PADDING.encode())?;
-        }
+        out.write_all(&Entry::PADDING.encode().repeat(pads as usize))?;
         out.write_all(&[0; SECTOR as usize][..fill as usize])?;
         out.write_all(&block)
     };

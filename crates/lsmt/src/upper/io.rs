@@ -466,7 +466,7 @@ impl Upper {
     }
 
     /// Replaces the journal by one that holds just the current index. Writers wait meanwhile.
-    fn checkpoint(&self) -> Result<()> {
+    pub(super) fn checkpoint(&self) -> Result<()> {
         let mut durable = locked(&self.durable);
         let mut journal = locked(&self.journal);
         let Some(current) = &mut *journal else {

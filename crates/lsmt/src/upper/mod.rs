@@ -218,6 +218,23 @@ fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
+/// Writes to a file from an offset on.
+struct At<'a> {
+    file: &'a File,
+    offset: u64,
+}
+
+impl std::io::Write for At<'_> {
+    fn write(&mut self, data: &[u8]) -> std::io::Result<usize> {
+        let count = self.file.write_at(data, self.offset)?;
+        self.offset += count as u64;
+        Ok(count)
+    }
+    fn flush(&mut self) -> std::io::Result<()> {
+        Ok(())
+    }
+}
+
 impl Upper {
     /// Creates an empty upper at `path`, which must not exist. Its journal has the same name with the extension `jrn`.
     pub fn create(path: &Path, options: &Options) -> Result<Upper> {
@@ -374,13 +391,14 @@ impl Upper {
             virtual_size,
             self.identity.clone(),
         );
-        let mut bytes = Vec::new();
-        let length = tail::write(&entries, end, &header, Padding::Page, &mut bytes)?;
-        let file = end + length;
         let block = header.encode()?;
+        let mut out = At {
+            file: &self.file,
+            offset: end,
+        };
+        let file = end + tail::write(&entries, end, &header, Padding::Page, &mut out)?;
         let run = || {
             self.file.write_all_at(&block, 0)?;
-            self.file.write_all_at(&bytes, end)?;
             self.file.set_len(file)?;
             if durable {
                 self.file.sync_data()?;

@@ -568,3 +568,88 @@ fn wrong_ranges_and_sizes_are_refused() {
         "an existing file is not overwritten"
     );
 }
+
+#[test]
+fn a_journal_can_be_rewritten_at_any_time() {
+    for rewrite_after in 0..STEPS.len() {
+        let dir = scratch();
+        let path = dir.path().join("u.lsmt");
+        let below = lower();
+        let mut disk = below.clone();
+        disk.resize(SIZE, 0);
+        let upper = Upper::create(&path, &options(Durability::Flush)).unwrap();
+        let journal_len = || fs::metadata(path.with_extension("jrn")).unwrap().len() as usize;
+        // Disks, journals and data files after each step from the rewrite on.
+        let mut after = Vec::new();
+        for (i, step) in STEPS.iter().enumerate() {
+            apply(*step, &upper, &below, &mut disk);
+            if i == rewrite_after {
+                upper.checkpoint().unwrap();
+            }
+            if i >= rewrite_after {
+                after.push((journal_len(), disk.clone(), fs::read(&path).unwrap()));
+            }
+        }
+        let key = upper.read_state().key;
+        let identity = upper.identity().clone();
+        drop(upper);
+        let journal = fs::read(path.with_extension("jrn")).unwrap();
+        for (i, (length, disk, _)) in after.iter().enumerate() {
+            // A crash while the record of the next step is written; its data is there.
+            let next = after.get(i + 1).unwrap_or(&after[i]);
+            for cut in [
+                *length,
+                (length + next.0) / 2,
+                next.0.saturating_sub(1).max(*length),
+            ] {
+                let (found, _) = recover(dir.path(), &next.2, &journal[..cut]).unwrap();
+                assert!(
+                    found == *disk,
+                    "rewritten after {rewrite_after}, crash after {i} more, cut at {cut}"
+                );
+            }
+        }
+        // To rewrite is to flush: that much survives the machine.
+        let (length, flushed, data) = &after[0];
+        let restarted = restarted(&journal[..*length], key, &identity);
+        let (found, recovery) = recover(dir.path(), data, &restarted).unwrap();
+        assert!(found == *flushed && recovery.machine_restarted && recovery.distrusted == 0);
+    }
+}
+
+#[test]
+fn writers_go_on_while_journals_are_rewritten() {
+    let dir = scratch();
+    let path = dir.path().join("u.lsmt");
+    let upper = Upper::create(&path, &options(Durability::Process)).unwrap();
+    let done = std::sync::atomic::AtomicUsize::new(0);
+    std::thread::scope(|scope| {
+        for writer in 0..2u8 {
+            let (upper, done) = (&upper, &done);
+            scope.spawn(move || {
+                for round in 0..1500u64 {
+                    let block = round * 3 % 32 + u64::from(writer) * 32;
+                    upper
+                        .write(block * 4096, &[(round % 251) as u8; 4096], &Vec::new())
+                        .unwrap();
+                }
+                done.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
+            });
+        }
+        while done.load(std::sync::atomic::Ordering::Relaxed) < 2 {
+            upper.checkpoint().unwrap();
+        }
+    });
+    let before = content(&upper, &Vec::new());
+    for block in 0..64 {
+        let last = (0..1500u64)
+            .rev()
+            .find(|r| r * 3 % 32 == block % 32)
+            .unwrap();
+        assert!(before[block as usize * 4096] == (last % 251) as u8);
+    }
+    drop(upper);
+    let (upper, recovery) = Upper::open(&path, Durability::Process).unwrap();
+    assert_eq!(recovery.cut, 0);
+    assert!(content(&upper, &Vec::new()) == before);
+}
