@@ -32,7 +32,9 @@ format:         ## rewrite sources in the one style
 	cargo fmt
 
 bench: setup    ## the benchmarks
-	@python benchmarks/run.py
+	python benchmarks/sandboxes.py
+	python benchmarks/network_slots.py
+	cargo run --release --locked --quiet -p aenv-edge --example load
 
 clean:          ## remove what was built here; homes and caches of nodes stay
 	rm -rf target .venv .cache src/aenv/_bin
