@@ -23,6 +23,7 @@
 
 mod io;
 mod journal;
+mod persist;
 mod recover;
 mod space;
 #[cfg(test)]

@@ -4,8 +4,8 @@ use std::fs::OpenOptions;
 use std::io;
 use std::path::Path;
 
-use super::io::snapshot;
 use super::journal::{self, boot_id, Head, Journal, Record, Scan};
+use super::persist::snapshot;
 use super::space::{Segment, Space};
 use super::{
     check_size, lock_file, new_map, sync_parent, Durability, JournalState, State, Upper,
