@@ -48,7 +48,7 @@ def test_the_counter_rate_is_for_tcg_alone() -> None:
 
 
 def test_accelerators() -> None:
-    assert values(line(), "-accel") == ["tcg,tb-size=16,thread=multi"]
+    assert values(line(), "-accel") == ["tcg,tb-size=64,thread=multi"]
     assert values(line(), "-cpu") == ["max"]
     assert values(line(accelerator="kvm"), "-accel") == ["kvm"]
     assert values(line(accelerator="kvm"), "-cpu") == ["host"]
