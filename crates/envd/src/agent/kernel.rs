@@ -3,7 +3,7 @@
 //! The user of a guest may unmount `/proc`, delete `/dev/null` or the whole root. What the agent
 //! needs to go on serving is therefore opened once, at start.
 
-use rustix::fs::{open, openat, Mode, OFlags, CWD};
+use rustix::fs::{fstat, open, openat, Mode, OFlags, CWD};
 use rustix::process::{getrlimit, setrlimit, Resource, Rlimit};
 use std::fs::File;
 use std::io::{self, Write};
@@ -121,6 +121,15 @@ impl Guest {
             Mode::empty(),
         )
         .map_err(|e| format!("cannot open the root: {e}"))?;
+        // Majors of file systems without a device are 0.
+        if rustix::fs::major(
+            fstat(&root)
+                .map_err(|e| format!("cannot read the root: {e}"))?
+                .st_dev,
+        ) == 0
+        {
+            return Ok(());
+        }
         let mut grown = self.grown.lock().unwrap_or_else(PoisonError::into_inner);
         let size = ext4::device_size(root.as_fd(), self.sys.as_fd())?;
         // The first process grew it at boot.

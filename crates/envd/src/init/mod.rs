@@ -17,7 +17,7 @@ mod supervise;
 
 use rustix::fs::{open, Mode, OFlags, CWD};
 use rustix::mount::mount_move;
-use rustix::process::{chdir, setrlimit, Resource, Rlimit};
+use rustix::process::{chdir, setrlimit, umask, Resource, Rlimit};
 use rustix::system::{reboot, RebootCommand};
 use std::fs;
 use std::net::Ipv4Addr;
@@ -95,6 +95,8 @@ fn power_off() -> ! {
 }
 
 fn boot() -> Result<(Root, Option<Ipv4Addr>), String> {
+    // Modes are meant as they are written here; the agent sets a mask for itself and its children.
+    umask(Mode::empty());
     mounts::early()?;
     console();
     // Ctrl-Alt-Del, the power button of some VMMs, shall come to us as SIGINT.
