@@ -66,6 +66,16 @@ impl AsRawFd for Socket {
     }
 }
 
+/// A connection into a guest ends at once, with a reset. An orderly end would leave the socket to wait for the answer of
+/// a guest that may be gone by then, and the waiting socket would keep the namespace of the sandbox alive for minutes.
+impl Drop for Socket {
+    fn drop(&mut self) {
+        if let Stream::Tcp(stream) = &self.stream {
+            let _ = stream.set_zero_linger();
+        }
+    }
+}
+
 /// Calls the same method on whichever socket it is.
 macro_rules! on_socket {
     ($socket:expr, $method:ident $(, $arg:expr)*) => {

@@ -6,6 +6,7 @@ import asyncio
 import base64
 import secrets
 import socket
+import struct
 from collections.abc import Callable
 from datetime import UTC, datetime
 from types import TracebackType
@@ -35,9 +36,9 @@ class AgentClient:
         self._base = f"http://{address}:{PORT}"
         self._headers = {"X-Aenv-Control": control_token}
         self._address = address
-        self._make_socket = make_socket
+        self._make_socket = lambda: _reset_on_close(make_socket())
         # One connection per call: calls are rare, and a connection kept over a pause would be a stale one.
-        connector = aiohttp.TCPConnector(socket_factory=lambda _: make_socket(), force_close=True)
+        connector = aiohttp.TCPConnector(socket_factory=lambda _: self._make_socket(), force_close=True)
         self._session = aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=CALL))
 
     async def __aenter__(self) -> AgentClient:
@@ -90,3 +91,10 @@ class AgentClient:
                     raise GuestFailed(f"the guest agent refused {path}: {response.status} {said[:300]}")
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             raise GuestFailed(f"the guest agent did not answer {path}: {error or 'timeout'}") from error
+
+
+def _reset_on_close(made: socket.socket) -> socket.socket:
+    """End connections with a reset. After an orderly end the kernel would wait for the answer of a guest that may be
+    gone by then, and the waiting socket would keep the namespace of the sandbox alive for minutes."""
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    return made
