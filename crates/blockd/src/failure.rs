@@ -33,21 +33,21 @@ impl Failure {
 
     /// An error of the operating system during `action`.
     pub fn io(action: impl fmt::Display) -> impl FnOnce(io::Error) -> Failure {
-        move |error| {
-            let code = match error.kind() {
-                io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => 507,
-                io::ErrorKind::NotFound => 404,
-                io::ErrorKind::InvalidInput | io::ErrorKind::InvalidData => 400,
-                io::ErrorKind::AlreadyExists => 409,
-                _ => 500,
-            };
-            let remedy = if code == 507 {
-                "; free some space and try again"
-            } else {
-                ""
-            };
-            Failure::new(code, format!("cannot {action}: {error}{remedy}"))
+        move |error| Failure::caused(&error, format!("cannot {action}: {error}"))
+    }
+
+    fn caused(error: &io::Error, mut message: String) -> Failure {
+        let code = match error.kind() {
+            io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => 507,
+            io::ErrorKind::NotFound => 404,
+            io::ErrorKind::InvalidInput | io::ErrorKind::InvalidData => 400,
+            io::ErrorKind::AlreadyExists => 409,
+            _ => 500,
+        };
+        if code == 507 {
+            message += "; free some space and try again";
         }
+        Failure { code, message }
     }
 
     /// An error of the storage library during `action`.
@@ -55,10 +55,7 @@ impl Failure {
         move |error| {
             let message = format!("cannot {action}: {error}");
             match error {
-                lsmt::Error::Io { source, .. } => Failure {
-                    message,
-                    ..Failure::io("")(source)
-                },
+                lsmt::Error::Io { source, .. } => Failure::caused(&source, message),
                 lsmt::Error::Limit { .. } | lsmt::Error::Frozen => Failure::conflict(message),
                 _ => Failure::bad_request(message),
             }

@@ -5,8 +5,10 @@ use tokio::sync::watch;
 /// State of a layer.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Phase {
-    /// Readable, not yet a file on stable storage.
+    /// Readable, not yet a file.
     Writing,
+    /// A complete file, not yet on stable storage. Memory that was captured is not needed any more where it came from.
+    Copied,
     /// A file on stable storage.
     Sealed,
     /// It could not be finished; the text says why.

@@ -228,10 +228,8 @@ fn requests_the_dead_daemon_had_taken_are_served_by_the_next() {
                     let file = open_rw(&memory_path);
                     let map = map_private(&file, 1 << 20);
                     // SAFETY: inside the mapping.
-                    assert_eq!(
-                        unsafe { map.cast::<u8>().add(8192).read_volatile() },
-                        expected
-                    );
+                    let byte = unsafe { map.cast::<u8>().add(8192).read_volatile() };
+                    assert_eq!(byte, expected);
                     // SAFETY: mapped above with this length.
                     unsafe { libc::munmap(map, 1 << 20) };
                 }

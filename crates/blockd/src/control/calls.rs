@@ -11,6 +11,7 @@ use serde_json::json;
 use super::{body, no_content, told, with_body, Control, End};
 use crate::daemon::view::{LayerView, SealView};
 use crate::failure::{Failure, Result};
+use crate::memory::Plan;
 use crate::progress::Phase;
 use crate::table::{Durability, LayerRef, Mode, Spec};
 
@@ -45,6 +46,13 @@ struct Wait {
     /// How long to wait for the layer to be on stable storage.
     #[serde(default)]
     wait_ms: u64,
+}
+
+#[derive(Deserialize)]
+struct Capture {
+    /// What the memory is a private mapping of, bottom first.
+    layers: Vec<LayerRef>,
+    capture: Plan,
 }
 
 #[derive(Deserialize)]
@@ -129,7 +137,8 @@ impl Control {
         let mut seal = sealed.map_err(|_| {
             Failure::new(500, "the seal failed in an unforeseen way; see the log")
         })??;
-        self.wait_for(&seal.layer.id, wait.wait_ms).await;
+        self.wait_for(&seal.layer.id, &Phase::Sealed, wait.wait_ms)
+            .await;
         seal.layer = self.daemon.layer(&seal.layer.id)?;
         if let Phase::Failed(cause) = &seal.layer.phase {
             return Err(Failure::new(
@@ -150,20 +159,39 @@ impl Control {
     }
 
     pub(super) async fn get_layer(&self, id: &str, query: Option<&str>) -> Answer {
-        let wait = match query {
-            None | Some("") => 0,
-            Some(query) => query
-                .strip_prefix("wait_ms=")
-                .and_then(|number| number.parse().ok())
-                .ok_or_else(|| {
-                    Failure::bad_request("the only parameter is wait_ms, a number of milliseconds")
-                })?,
-        };
+        let (mut wait, mut until) = (0, Phase::Sealed);
+        for parameter in query
+            .unwrap_or_default()
+            .split('&')
+            .filter(|p| !p.is_empty())
+        {
+            match parameter.split_once('=') {
+                Some(("wait_ms", number)) => {
+                    wait = number
+                        .parse()
+                        .map_err(|_| Failure::bad_request("wait_ms is a number of milliseconds"))?;
+                }
+                Some(("until", "copied")) => until = Phase::Copied,
+                Some(("until", "sealed")) => until = Phase::Sealed,
+                _ => {
+                    return Err(Failure::bad_request(
+                        "the parameters are wait_ms, a number of milliseconds, and until, copied or sealed",
+                    ))
+                }
+            }
+        }
         check_wait(wait)?;
         self.daemon.layer(id)?;
-        self.wait_for(id, wait).await;
+        self.wait_for(id, &until, wait).await;
         let id = id.to_owned();
         self.run(move |daemon| Ok(LayerView::from(&daemon.layer(&id)?)))
+            .await
+    }
+
+    pub(super) async fn capture(&self, id: &str, request: Request<Incoming>) -> Answer {
+        let Capture { layers, capture } = body(request).await?;
+        let id = id.to_owned();
+        self.run(move |daemon| Ok(LayerView::from(&daemon.capture(&id, layers, capture)?)))
             .await
     }
 
@@ -184,14 +212,19 @@ impl Control {
         Ok(no_content())
     }
 
-    /// Waits until a layer is no longer being written, or for so many milliseconds, or for the end of the daemon.
-    async fn wait_for(&self, id: &str, milliseconds: u64) {
+    /// Waits until a layer is so far, or has failed, or for so many milliseconds, or for the end of the daemon.
+    async fn wait_for(&self, id: &str, until: &Phase, milliseconds: u64) {
         let Some(mut phase) = self.daemon.watch(id) else {
             return;
         };
         let mut end = self.end.subscribe();
+        let reached = |phase: &Phase| match phase {
+            Phase::Writing => false,
+            Phase::Copied => *until == Phase::Copied,
+            Phase::Sealed | Phase::Failed(_) => true,
+        };
         let done = async {
-            let _ = phase.wait_for(|phase| *phase != Phase::Writing).await;
+            let _ = phase.wait_for(reached).await;
         };
         tokio::select! {
             () = done => {}

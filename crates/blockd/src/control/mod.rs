@@ -124,6 +124,7 @@ impl Control {
             (&Method::POST, ["v1", "images", id, "resize"]) => self.resize(id, request).await,
             (&Method::GET, ["v1", "layers"]) => self.list_layers().await,
             (&Method::GET, ["v1", "layers", id]) => self.get_layer(id, request.uri().query()).await,
+            (&Method::PUT, ["v1", "layers", id]) => self.capture(id, request).await,
             (&Method::DELETE, ["v1", "layers", id]) => self.delete_layer(id).await,
             (&Method::POST, ["v1", "shutdown"]) => self.shutdown(request).await,
             (_, ["v1", "status" | "images" | "layers" | "shutdown"])

@@ -8,9 +8,10 @@
 //! images/<number>/   files of a writable image, and the layers it was sealed into
 //! layers/            layers that were not made by sealing an image
 //! ```
-//! Locks are taken in the order *changing* of an image, `slots`, `table`, and none is held while the kernel is told of a
+//! Locks are taken in the order *changing* of an image, `slots`, `captures`, `table`, `progress`, and none is held while the kernel is told of a
 //! change or while data is written.
 
+mod capturing;
 mod recovery;
 mod sealing;
 pub mod view;
@@ -22,10 +23,11 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
+use lsmt::manifest::MAX_NAME;
 use serde_json::json;
 
 use crate::attach::fuse::FuseAttach;
-use crate::attach::Attach;
+use crate::attach::{Attach, Disk};
 use crate::failpoint;
 use crate::failure::{Failure, Result};
 use crate::image::Image;
@@ -33,7 +35,9 @@ use crate::layers::Layers;
 use crate::log;
 use crate::progress::Progress;
 use crate::table::{Durability, LayerRef, Mode, Record, Spec, Table};
+use crate::turnstile::Turnstile;
 
+use self::capturing::Captured;
 pub use recovery::lock;
 
 /// Most images open at once.
@@ -50,6 +54,9 @@ pub struct Daemon {
     slots: Mutex<HashMap<String, Slot>>,
     /// Layers not yet on stable storage.
     progress: Mutex<HashMap<String, Arc<Progress>>>,
+    captures: Mutex<HashMap<String, Captured>>,
+    /// Captures that write their files at the same time.
+    drains: Turnstile,
     started: Instant,
 }
 
@@ -128,8 +135,9 @@ impl Daemon {
         let directory = self.image_directory(number);
         let image = Image::create(number, id, spec, &directory, &self.layers, &resolve)?;
         failpoint::hit("open-created");
+        let size = image.size();
         self.table()
-            .record(Record::Ready(number), durable)
+            .record(Record::Ready { number, size }, durable)
             .map_err(Failure::io(format!("record image {id}")))?;
         failpoint::hit("open-ready");
         let image = Arc::new(image);
@@ -192,6 +200,11 @@ impl Daemon {
         {
             let _changing = image.changing();
             image.grow(size)?;
+            // Only needed to show the size of an image that cannot be opened any more.
+            let number = image.number;
+            self.table()
+                .record(Record::Ready { number, size }, false)
+                .map_err(Failure::io(format!("record the size of image {id}")))?;
         }
         self.attach.resized(image.number);
         Ok(image)
@@ -222,6 +235,11 @@ impl Daemon {
 
     /// The layer a caller or a manifest names.
     fn resolve(&self, name: &LayerRef) -> Result<Arc<lsmt::layer::Layer>> {
+        if let LayerRef::Id(id) = name {
+            if let Some(layer) = self.captured_layer(id)? {
+                return Ok(layer);
+            }
+        }
         let path = self.path_of(name)?;
         self.layers
             .open(&path)
@@ -266,6 +284,10 @@ impl Daemon {
         self.table.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    fn captures(&self) -> MutexGuard<'_, HashMap<String, Captured>> {
+        self.captures.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     fn progress(&self) -> MutexGuard<'_, HashMap<String, Arc<Progress>>> {
         self.progress.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -308,28 +330,28 @@ pub fn check_id(id: &str) -> Result<()> {
 }
 
 fn check_spec(spec: &Spec) -> Result<()> {
-    if spec.layers.len() > MAX_LAYERS {
-        return Err(Failure::bad_request(format!(
-            "an image has at most {MAX_LAYERS} layers, not {}; merge some of them first",
-            spec.layers.len()
-        )));
-    }
     if spec.mode == Mode::Memory && !spec.read_only {
         return Err(Failure::bad_request(
             "memory images are always read-only; what a VMM writes stays in its private mapping",
         ));
     }
-    for layer in &spec.layers {
+    check_layers(&spec.layers)
+}
+
+fn check_layers(layers: &[LayerRef]) -> Result<()> {
+    if layers.len() > MAX_LAYERS {
+        return Err(Failure::bad_request(format!(
+            "an image has at most {MAX_LAYERS} layers, not {}; merge some of them first",
+            layers.len()
+        )));
+    }
+    for layer in layers {
         match layer {
             LayerRef::Path(path) => {
                 let text = path.to_string_lossy();
-                if !path.is_absolute()
-                    || text.len() > lsmt::manifest::MAX_NAME
-                    || text.contains('\0')
-                {
+                if !path.is_absolute() || text.len() > MAX_NAME || text.contains('\0') {
                     return Err(Failure::bad_request(format!(
-                        "the path of a layer is absolute and has at most {} bytes: {text:?}",
-                        lsmt::manifest::MAX_NAME
+                        "the path of a layer is absolute and has at most {MAX_NAME} bytes: {text:?}"
                     )));
                 }
             }

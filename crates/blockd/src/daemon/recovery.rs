@@ -12,6 +12,7 @@ use std::time::{Duration, Instant};
 use rustix::fs::{flock, FlockOperation};
 use serde_json::json;
 
+use super::capturing::MAX_DRAINS;
 use super::{clean_directory, Daemon, Slot};
 use crate::attach::fuse::FuseAttach;
 use crate::attach::Attach;
@@ -20,6 +21,7 @@ use crate::image::Image;
 use crate::layers::Layers;
 use crate::log;
 use crate::table::{self, LayerRef, Record, Table};
+use crate::turnstile::Turnstile;
 
 /// How long a predecessor that was killed may take to end.
 const PATIENCE: Duration = Duration::from_secs(10);
@@ -73,9 +75,13 @@ impl Daemon {
             table: Mutex::new(table),
             slots: Mutex::new(HashMap::new()),
             progress: Mutex::new(HashMap::new()),
+            captures: Mutex::new(HashMap::new()),
+            drains: Turnstile::new(MAX_DRAINS),
             started: Instant::now(),
         });
         daemon.tidy()?;
+        // First: images may be open over layers that are still being captured.
+        daemon.resume_captures();
         daemon.reopen_all();
         Ok(daemon)
     }
@@ -160,6 +166,7 @@ impl Daemon {
                 number,
                 &image.id,
                 image.spec.clone(),
+                image.size,
                 &directory,
                 &self.layers,
                 &resolve,

@@ -27,6 +27,8 @@ pub struct LayerState {
     pub id: String,
     pub path: PathBuf,
     pub phase: Phase,
+    /// Bytes of private memory found by a capture that is not sealed yet.
+    pub captured: Option<u64>,
 }
 
 /// What sealing an image gives.
@@ -164,8 +166,12 @@ impl Daemon {
             .progress()
             .get(id)
             .map_or(Phase::Sealed, |progress| progress.phase());
-        let id = id.to_owned();
-        Ok(LayerState { id, path, phase })
+        Ok(LayerState {
+            id: id.to_owned(),
+            path,
+            phase,
+            captured: self.captured_bytes(id),
+        })
     }
 
     /// All layers made here, by id.
@@ -239,7 +245,12 @@ impl Daemon {
                     "layer {id} is used by image {image}; close it first"
                 )));
             }
-            if self.progress().contains_key(id) {
+            if self.is_base_of_capture(id, &path) {
+                return Err(Failure::conflict(format!(
+                    "layer {id} is below memory that is being captured; wait for it first"
+                )));
+            }
+            if !self.forget_capture(id) && self.progress().contains_key(id) {
                 return Err(Failure::conflict(format!(
                     "layer {id} is still being written; wait for it first"
                 )));

@@ -48,6 +48,8 @@ pub struct LayerView {
     pub state: &'static str,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub cause: Option<String>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub captured: Option<u64>,
 }
 
 /// What sealing gives.
@@ -76,6 +78,7 @@ impl From<&LayerState> for LayerView {
     fn from(layer: &LayerState) -> LayerView {
         let (state, cause) = match &layer.phase {
             Phase::Writing => ("writing", None),
+            Phase::Copied => ("copied", None),
             Phase::Sealed => ("sealed", None),
             Phase::Failed(cause) => ("failed", Some(cause.clone())),
         };
@@ -84,6 +87,7 @@ impl From<&LayerState> for LayerView {
             path: layer.path.clone(),
             state,
             cause,
+            captured: layer.captured,
         }
     }
 }

@@ -7,7 +7,6 @@
 use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use lsmt::header::{MAX_VIRTUAL_SIZE, SECTOR};
@@ -50,7 +49,7 @@ enum Content {
     },
     Failed {
         cause: String,
-        size: AtomicU64,
+        size: u64,
     },
 }
 
@@ -121,16 +120,16 @@ impl Image {
         Ok(Image::new(number, id, spec, content))
     }
 
-    /// Opens an image that existed before. Does not fail: see [`Image::failed`].
+    /// Opens an image that existed before, and had `size` bytes. Does not fail: see [`Image::failed`].
     pub fn reopen(
         number: u64,
         id: &str,
         spec: Spec,
+        size: u64,
         directory: &Path,
         layers: &Layers,
         resolve: &Resolve<'_>,
     ) -> Image {
-        let size = spec.virtual_size;
         let opened = if spec.read_only {
             Image::create(number, id, spec.clone(), directory, layers, resolve)
         } else {
@@ -155,7 +154,7 @@ impl Image {
         opened.unwrap_or_else(|failure| {
             let content = Content::Failed {
                 cause: failure.message,
-                size: AtomicU64::new(size),
+                size,
             };
             Image::new(number, id, spec, content)
         })
@@ -369,8 +368,7 @@ impl Disk for Image {
     fn size(&self) -> u64 {
         match &self.content {
             Content::Writable { image, .. } => image.virtual_size(),
-            Content::Fixed { size, .. } => *size,
-            Content::Failed { size, .. } => size.load(SeqCst),
+            Content::Fixed { size, .. } | Content::Failed { size, .. } => *size,
         }
     }
 

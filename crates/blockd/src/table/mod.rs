@@ -85,6 +85,8 @@ pub struct Image {
     pub spec: Spec,
     /// Whether anyone was told of it.
     pub ready: bool,
+    /// Bytes it was last known to have.
+    pub size: u64,
 }
 
 /// A layer made here and not dropped.
@@ -114,7 +116,11 @@ pub enum Record {
         id: String,
         spec: Spec,
     },
-    Ready(u64),
+    /// The image can be used and has so many bytes. Written again when it grows.
+    Ready {
+        number: u64,
+        size: u64,
+    },
     Closed(u64),
     Layer(String, Layer),
     Dropped(String),
@@ -143,7 +149,7 @@ impl State {
                     *number < self.next || self.images.values().any(|image| image.id == *id);
                 twice.then(|| format!("image {id} number {number} is opened twice"))
             }
-            Record::Ready(number) if !self.images.contains_key(number) => {
+            Record::Ready { number, .. } if !self.images.contains_key(number) => {
                 Some(format!("image {number} is ready but was never opened"))
             }
             _ => None,
@@ -160,12 +166,19 @@ impl State {
             }
             Record::Opening { number, id, spec } => {
                 self.next = number + 1;
-                let ready = false;
-                self.images.insert(number, Image { id, spec, ready });
+                let (ready, size) = (false, spec.virtual_size);
+                let image = Image {
+                    id,
+                    spec,
+                    ready,
+                    size,
+                };
+                self.images.insert(number, image);
             }
-            Record::Ready(number) => {
+            Record::Ready { number, size } => {
                 if let Some(image) = self.images.get_mut(&number) {
                     image.ready = true;
+                    image.size = size;
                 }
             }
             Record::Closed(number) => {
@@ -348,7 +361,11 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let mut table = Table::open(dir.path()).unwrap();
         table.record(opening(2, "a"), false).unwrap();
-        table.record(Record::Ready(2), true).unwrap();
+        let ready = Record::Ready {
+            number: 2,
+            size: 77,
+        };
+        table.record(ready, true).unwrap();
         table.record(opening(3, "b"), false).unwrap();
         table.record(Record::Closed(3), false).unwrap();
         assert!(table.record(opening(3, "c"), false).is_err());
@@ -359,6 +376,7 @@ mod tests {
         assert_eq!(*table.state(), before);
         assert_eq!(table.state().next, 4);
         assert!(table.state().images[&2].ready);
+        assert_eq!(table.state().images[&2].size, 77);
     }
 
     #[test]

@@ -13,6 +13,7 @@ use std::time::{Duration, Instant};
 
 use aenv_blockd::attach::fuse::{canonical, remove_mount};
 use aenv_blockd::holder::Holder;
+use rustix::mount::MountFlags;
 use serde_json::{json, Value};
 use tempfile::TempDir;
 
@@ -57,6 +58,29 @@ impl Node {
             daemon: None,
             over,
         }
+    }
+
+    /// Starts a daemon whose state directory is a file system of its own of so many MiB.
+    pub fn on_small_disk(mebibytes: u64) -> Node {
+        let mut node = Node::new();
+        std::fs::create_dir(node.state()).unwrap();
+        let size = std::ffi::CString::new(format!("size={mebibytes}m")).unwrap();
+        rustix::mount::mount(
+            "blockd-test",
+            node.state(),
+            "tmpfs",
+            MountFlags::empty(),
+            &*size,
+        )
+        .unwrap();
+        node.launch(&[]);
+        node
+    }
+
+    /// Gives the small disk more room.
+    pub fn enlarge_disk(&self, mebibytes: u64) {
+        let size = std::ffi::CString::new(format!("size={mebibytes}m")).unwrap();
+        rustix::mount::mount_remount(self.state(), MountFlags::empty(), &*size).unwrap();
     }
 
     /// Starts the daemon and waits until it is ready.
@@ -213,6 +237,7 @@ impl Drop for Node {
         if let Ok(holder) = Holder::connect(&self.state().join("holder")) {
             let _ = holder.quit();
         }
+        let _ = rustix::mount::unmount(self.state(), rustix::mount::UnmountFlags::DETACH);
         if std::thread::panicking() {
             eprintln!("--- log of the daemon\n{}", self.log());
         }
