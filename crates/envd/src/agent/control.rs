@@ -3,11 +3,13 @@
 use hyper::body::Incoming;
 use hyper::header::{HeaderMap, HeaderValue, CONNECTION};
 use hyper::{Request, Response, StatusCode};
+use rustix::fs::{open, Mode, OFlags};
 use rustix::process::{kill_process, Pid, Signal};
 use rustix::time::{clock_settime, ClockId, Timespec};
 use std::fs::File;
-use std::os::fd::AsRawFd;
+use std::os::fd::{AsFd, AsRawFd};
 use std::sync::{Arc, PoisonError};
+use std::time::Duration;
 use time::format_description::well_known::Rfc3339;
 use time::OffsetDateTime;
 
@@ -23,6 +25,9 @@ const CONTROL_HEADER: &str = "x-aenv-control";
 const ENTROPY: std::ops::RangeInclusive<usize> = 32..=4096;
 /// Clock differences below this are left alone, in nanoseconds: the message itself takes time.
 const CLOCK_TOLERANCE: i128 = 10_000_000;
+
+/// How long `POST /init` waits for what touches the disk.
+const SETTLE_LIMIT: Duration = Duration::from_secs(20);
 
 type Refusal = Box<Response<Body>>;
 
@@ -91,56 +96,75 @@ async fn try_init(agent: &Arc<Agent>, request: Request<Incoming>) -> Result<(), 
         .transpose()
         .map_err(bad)?;
 
-    if agent.kernel.guest.is_some() {
-        let agent = agent.clone();
-        // May take long on a large disk. A disk that stays small is no reason to refuse the rest.
-        let grown = tokio::task::spawn_blocking(move || {
-            agent.kernel.guest.as_ref().map_or(Ok(()), Guest::grow)
-        });
-        if let Ok(Err(message)) = grown.await {
+    {
+        // Checked again under the lock: of two first calls only one may win, and only it has effects.
+        let mut identity = agent
+            .identity
+            .write()
+            .unwrap_or_else(PoisonError::into_inner);
+        let claimed = authorize(&identity, &parts.headers, true)?;
+        let mut next = identity.clone();
+        next.apply(&init);
+        if let Some(token) = claimed {
+            next.control_token = token;
+        }
+        if let Some(guest) = &agent.kernel.guest {
+            change(
+                guest,
+                &next,
+                entropy.as_deref(),
+                clock,
+                init.hostname.as_deref(),
+            )
+            .map_err(|message| refuse(StatusCode::INTERNAL_SERVER_ERROR, &message))?;
+        }
+        *identity = next;
+    }
+    let agent = agent.clone();
+    let work = tokio::task::spawn_blocking(move || settle(&agent, init.hostname.as_deref()));
+    // These touch the user's disk, on which anything may be mounted; they go on if they take longer.
+    let _ = tokio::time::timeout(SETTLE_LIMIT, work).await;
+    Ok(())
+}
+
+/// Changes the machine: its random generator, clock and name. User code runs again as the last step.
+fn change(
+    guest: &Guest,
+    identity: &Identity,
+    entropy: Option<&[u8]>,
+    clock: Option<OffsetDateTime>,
+    name: Option<&str>,
+) -> Result<(), String> {
+    entropy.map_or(Ok(()), |entropy| reseed(&guest.random, entropy))?;
+    clock.map_or(Ok(()), set_clock)?;
+    name.map_or(Ok(()), names::set)?;
+    let state = serde_json::to_vec(identity).map_err(|e| e.to_string())?;
+    guest
+        .save(&state)
+        .map_err(|e| format!("cannot save the identity: {e}"))?;
+    guest
+        .freeze(false)
+        .map_err(|e| format!("cannot thaw the processes: {e}"))
+}
+
+/// What follows from a new identity and may fail without making it invalid.
+fn settle(agent: &Agent, name: Option<&str>) {
+    let complain = |result: Result<(), String>| {
+        if let Err(message) = result {
             eprintln!("aenv-envd: {message}");
         }
-    }
-    // Checked again under the lock: of two first calls only one may win, and only it has effects.
-    let mut identity = agent
-        .identity
-        .write()
-        .unwrap_or_else(PoisonError::into_inner);
-    let claimed = authorize(&identity, &parts.headers, true)?;
-    let mut next = identity.clone();
-    next.apply(&init);
-    if let Some(token) = claimed {
-        next.control_token = token;
-    }
+    };
     if let Some(guest) = &agent.kernel.guest {
-        let failed = |message: String| refuse(StatusCode::INTERNAL_SERVER_ERROR, &message);
-        if let Some(entropy) = entropy {
-            reseed(&guest.random, &entropy).map_err(failed)?;
+        complain(guest.grow());
+        let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
+        // A user may have removed /etc; the kernel knows the name already.
+        if let (Some(name), Ok(etc)) = (name, open("/etc", flags, Mode::empty())) {
+            complain(names::write(etc.as_fd(), name));
         }
-        if let Some(clock) = clock {
-            set_clock(clock).map_err(failed)?;
-        }
-        if let Some(name) = &init.hostname {
-            names::set(name).map_err(failed)?;
-        }
-        let state = serde_json::to_vec(&next).map_err(|e| failed(e.to_string()))?;
-        guest
-            .save(&state)
-            .map_err(|e| failed(format!("cannot save the identity: {e}")))?;
     }
-    if let Some(guest) = &agent.kernel.guest {
-        let failed = |e| {
-            refuse(
-                StatusCode::INTERNAL_SERVER_ERROR,
-                &format!("cannot thaw the processes: {e}"),
-            )
-        };
-        guest.freeze(false).map_err(failed)?;
-    }
-    // Looked up now, so that it stays known if the account files vanish.
-    agent.users.find(&next.default_user);
-    *identity = next;
-    Ok(())
+    // Looked up now, so that the user stays known if the account files vanish.
+    let default = agent.identity().default_user.clone();
+    agent.users.find(&default);
 }
 
 fn parse_clock(text: &str) -> Result<OffsetDateTime, String> {

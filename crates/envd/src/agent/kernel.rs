@@ -11,7 +11,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::Path;
 use std::sync::{Mutex, PoisonError};
 
-use crate::sys::{ext4, read};
+use crate::sys::{cgroups, ext4, read};
 
 const DIRECTORY: OFlags = OFlags::PATH.union(OFlags::DIRECTORY).union(OFlags::CLOEXEC);
 const STATE_LIMIT: u64 = 16 << 20;
@@ -33,10 +33,8 @@ pub struct Kernel {
 pub struct Guest {
     /// `/dev/random`, for adding entropy.
     pub random: File,
-    /// `cgroup.procs` of the control group of all user processes.
-    pub members: OwnedFd,
-    /// `cgroup.freeze` of that group.
-    freeze: OwnedFd,
+    /// The root of all control groups.
+    cgroups: OwnedFd,
     /// A sysfs.
     sys: OwnedFd,
     /// Size of the root's device when the file system was last grown.
@@ -94,23 +92,28 @@ impl Kernel {
 
 impl Guest {
     fn open() -> io::Result<Guest> {
-        use crate::init::paths::{STATE, USER_CGROUP};
-        let cgroup = open(USER_CGROUP, DIRECTORY, Mode::empty())?;
-        let write = OFlags::WRONLY | OFlags::CLOEXEC;
+        use crate::init::paths::STATE;
         Ok(Guest {
             random: File::options().read(true).write(true).open("/dev/random")?,
-            members: openat(&cgroup, "cgroup.procs", write, Mode::empty())?,
-            freeze: openat(&cgroup, "cgroup.freeze", write, Mode::empty())?,
+            cgroups: open(
+                cgroups::MOUNT,
+                OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC,
+                Mode::empty(),
+            )?,
             sys: open("/sys", DIRECTORY, Mode::empty())?,
             grown: Mutex::default(),
             state: open(STATE, DIRECTORY, Mode::empty())?,
         })
     }
 
+    /// Where a process writes "0" to become one of the user's.
+    pub fn members(&self) -> io::Result<OwnedFd> {
+        cgroups::user_members(self.cgroups.as_fd())
+    }
+
     /// Stops all user processes where they are, or lets them go on.
     pub fn freeze(&self, frozen: bool) -> io::Result<()> {
-        rustix::io::pwrite(&self.freeze, if frozen { b"1" } else { b"0" }, 0)?;
-        Ok(())
+        cgroups::freeze(self.cgroups.as_fd(), frozen)
     }
 
     /// Grows the root file system if its device has grown since the last call or the start.

@@ -1,5 +1,6 @@
 //! The agent: processes, files and health of a guest over HTTP.
 
+mod call;
 mod connect;
 mod control;
 mod files;
@@ -17,11 +18,12 @@ mod token;
 mod users;
 mod wire;
 
-use std::ffi::OsString;
-use std::net::{Ipv4Addr, SocketAddr};
-use std::os::fd::RawFd;
+use std::ffi::{OsStr, OsString};
+use std::net::{Ipv4Addr, SocketAddr, TcpListener};
+use std::os::fd::{FromRawFd, RawFd};
 use std::path::PathBuf;
 use std::process::ExitCode;
+use std::str::FromStr;
 use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard};
 use std::time::Duration;
 
@@ -55,24 +57,27 @@ impl Agent {
     }
 
     /// The user named `name`; the default user if it is empty. The error is what clients see.
-    pub fn user(&self, name: &str) -> Result<User, String> {
-        if !name.is_empty() {
-            return self
-                .users
-                .find(name)
-                .ok_or_else(|| format!("invalid username: '{name}'"));
-        }
-        let default = self.identity().default_user.clone();
-        match &*default {
-            "" => Ok(self
+    pub async fn user(self: &Arc<Self>, name: &str) -> Result<User, String> {
+        let given = !name.is_empty();
+        let wanted = if given {
+            name.to_owned()
+        } else {
+            self.identity().default_user.clone()
+        };
+        let agent = self.clone();
+        // The account files belong to the user, who may have put them on anything.
+        let found = tokio::task::spawn_blocking(move || match &*wanted {
+            "" => agent
                 .users
                 .find(DEFAULT_USER)
-                .or_else(|| self.users.find("root")))
-            .and_then(|user| user.ok_or_else(|| "invalid username: ''".to_owned())),
-            name => self
-                .users
-                .find(name)
-                .ok_or_else(|| format!("invalid username: '{name}'")),
+                .or_else(|| agent.users.find("root"))
+                .ok_or(wanted),
+            name => agent.users.find(name).ok_or(wanted),
+        });
+        match found.await {
+            Ok(Ok(user)) => Ok(user),
+            Ok(Err(name)) => Err(format!("invalid username: '{name}'")),
+            Err(e) => Err(format!("looking up the user failed: {e}")),
         }
     }
 }
@@ -86,43 +91,54 @@ pub async fn blocking<T: Send + 'static>(
 }
 
 /// The command line of the agent.
+#[derive(Default)]
 struct Options {
-    listen: SocketAddr,
+    listen: Option<SocketAddr>,
     root: Option<PathBuf>,
-    /// Root directory passed by the first process of a guest.
-    guest: Option<RawFd>,
+    /// What the first process of a guest passes: the root of the user and a listening socket.
+    root_fd: Option<RawFd>,
+    listen_fd: Option<RawFd>,
     /// Address of the guest, to forward from.
     address: Option<Ipv4Addr>,
 }
 
 impl Options {
     fn parse(args: &[OsString]) -> Result<Options, String> {
-        let mut options = Options {
-            listen: SocketAddr::from(([0, 0, 0, 0], 0)),
-            root: None,
-            guest: None,
-            address: None,
-        };
-        let mut listen = None;
+        let mut options = Options::default();
         let mut args = args.iter();
         while let Some(flag) = args.next() {
-            let mut value = || {
-                args.next()
-                    .ok_or_else(|| format!("{} needs a value", flag.to_string_lossy()))
-            };
-            match flag.to_str() {
-                Some("--listen") => listen = value()?.to_str().and_then(|a| a.parse().ok()),
-                Some("--root") => options.root = Some(value()?.into()),
-                Some("--root-fd") => options.guest = value()?.to_str().and_then(|a| a.parse().ok()),
-                Some("--address") => {
-                    options.address = value()?.to_str().and_then(|a| a.parse().ok())
-                }
-                _ => return Err(format!("unknown argument {}", flag.to_string_lossy())),
+            let flag = flag.to_string_lossy();
+            let value = args.next().ok_or_else(|| format!("{flag} needs a value"))?;
+            match &*flag {
+                "--listen" => options.listen = Some(parse(&flag, value)?),
+                "--root" => options.root = Some(value.into()),
+                "--root-fd" => options.root_fd = Some(parse(&flag, value)?),
+                "--listen-fd" => options.listen_fd = Some(parse(&flag, value)?),
+                "--address" => options.address = Some(parse(&flag, value)?),
+                _ => return Err(format!("unknown argument {flag}")),
             }
         }
-        options.listen = listen.ok_or("--listen ADDR:PORT is needed, such as 127.0.0.1:49983")?;
+        if options.listen.is_some() == options.listen_fd.is_some() {
+            return Err("--listen ADDR:PORT is needed, such as 127.0.0.1:49983".into());
+        }
         Ok(options)
     }
+
+    fn listener(&self) -> Result<TcpListener, String> {
+        match (self.listen, self.listen_fd) {
+            // SAFETY: the first process passes this descriptor for us to own; nothing else uses its number.
+            (_, Some(fd)) => Ok(unsafe { TcpListener::from_raw_fd(fd) }),
+            (Some(address), None) => {
+                TcpListener::bind(address).map_err(|e| format!("cannot listen on {address}: {e}"))
+            }
+            (None, None) => Err("no address to listen on".into()),
+        }
+    }
+}
+
+fn parse<T: FromStr>(flag: &str, value: &OsStr) -> Result<T, String> {
+    let parsed = value.to_str().and_then(|v| v.parse().ok());
+    parsed.ok_or_else(|| format!("{flag} cannot be {}", value.to_string_lossy()))
 }
 
 pub fn main(args: &[OsString]) -> ExitCode {
@@ -144,7 +160,8 @@ pub fn main(args: &[OsString]) -> ExitCode {
 
 fn run(options: &Options) -> Result<(), String> {
     setup::seal_descriptors()?;
-    let (kernel, identity) = setup::enter(options.root.as_deref(), options.guest)?;
+    let listener = options.listener()?;
+    let (kernel, identity) = setup::enter(options.root.as_deref(), options.root_fd)?;
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()
         .max_blocking_threads(BLOCKING_THREADS)
@@ -165,7 +182,7 @@ fn run(options: &Options) -> Result<(), String> {
     for name in ["root", DEFAULT_USER, &agent.identity().default_user.clone()] {
         agent.users.find(name);
     }
-    let result = runtime.block_on(server::serve(agent, options.listen, options.address));
+    let result = runtime.block_on(server::serve(agent, listener, options.address));
     runtime.shutdown_background();
     result
 }

@@ -10,6 +10,10 @@ use super::{control, files, filesystem, process, token, Agent};
 
 /// Answers a request. Never fails: what goes wrong becomes a response.
 pub async fn route(agent: Arc<Agent>, request: Request<Incoming>) -> Response<Body> {
+    let asked = request
+        .headers()
+        .get("access-control-request-headers")
+        .cloned();
     let mut response = if is_preflight(&request) {
         http::empty(StatusCode::NO_CONTENT)
     } else {
@@ -23,7 +27,11 @@ pub async fn route(agent: Arc<Agent>, request: Request<Incoming>) -> Response<Bo
     };
     // Browsers may call from any page: what protects a sandbox is its token, not the origin.
     allow(&mut response, "access-control-allow-origin", "*");
-    allow(&mut response, "access-control-allow-headers", "*");
+    // A star would not cover Authorization, so the headers asked for are given back.
+    let headers = asked.unwrap_or(HeaderValue::from_static("*"));
+    response
+        .headers_mut()
+        .insert("access-control-allow-headers", headers);
     allow(
         &mut response,
         "access-control-allow-methods",

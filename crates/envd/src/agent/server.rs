@@ -5,7 +5,8 @@ use hyper::service::service_fn;
 use hyper_util::rt::{TokioIo, TokioTimer};
 use rustix::net::sockopt;
 use std::convert::Infallible;
-use std::net::{Ipv4Addr, SocketAddr};
+use std::io;
+use std::net::Ipv4Addr;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::Arc;
 use std::time::Duration;
@@ -16,6 +17,8 @@ use super::{control, forward, router, Agent};
 
 /// Connections at once; more wait in the backlog of the kernel.
 const CONNECTION_LIMIT: usize = 2048;
+/// Connections the kernel accepts for us meanwhile.
+const BACKLOG: i32 = 1024;
 /// Buffer of a connection, which also bounds the size of request headers, in bytes.
 const BUFFER_SIZE: usize = 64 << 10;
 /// How long a connection may be idle. Longer than any proxy keeps one, so that it is the proxy who
@@ -26,14 +29,17 @@ const IDLE_LIMIT: Duration = Duration::from_secs(650);
 /// Servers on loopback are made reachable at `outside`.
 pub async fn serve(
     agent: Arc<Agent>,
-    address: SocketAddr,
+    listener: std::net::TcpListener,
     outside: Option<Ipv4Addr>,
 ) -> Result<(), String> {
-    let listener = TcpListener::bind(address)
-        .await
-        .map_err(|e| format!("cannot listen on {address}: {e}"))?;
     let address = listener
         .local_addr()
+        .map_err(|e| format!("cannot listen: {e}"))?;
+    // A longer queue than the default of the standard library.
+    let listener = rustix::net::listen(&listener, BACKLOG)
+        .map_err(io::Error::from)
+        .and_then(|()| listener.set_nonblocking(true))
+        .and_then(|()| TcpListener::from_std(listener))
         .map_err(|e| format!("cannot listen on {address}: {e}"))?;
     match agent.kernel.guest {
         Some(_) => eprintln!("aenv-envd: ready"),

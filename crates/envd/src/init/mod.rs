@@ -126,11 +126,16 @@ fn boot() -> Result<(Root, Option<Ipv4Addr>), String> {
             .iter()
             .map(|server| format!("nameserver {server}\n"))
             .collect();
-        names::replace(etc.as_fd(), "resolv.conf", lines.as_bytes())
-            .map_err(|e| format!("cannot write /etc/resolv.conf: {e}"))?;
+        if let Err(e) = names::replace(etc.as_fd(), "resolv.conf", lines.as_bytes()) {
+            warn(&format!("cannot write /etc/resolv.conf: {e}"));
+        }
     }
     if let Some(name) = &parameters.hostname {
-        names::set_in(Some(etc.as_fd()), name)?;
+        names::set(name)?;
+        // Files of the user, which may be protected against us.
+        if let Err(message) = names::write(etc.as_fd(), name) {
+            warn(&message);
+        }
     }
     setrlimit(Resource::Nofile, OPEN_FILES)
         .map_err(|e| format!("cannot set the limit of open files: {e}"))?;

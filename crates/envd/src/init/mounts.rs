@@ -6,11 +6,12 @@ use rustix::mount::{mount, MountFlags};
 use std::fs;
 use std::io;
 use std::os::fd::OwnedFd;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use super::devices::wait_for;
-use super::paths::{AGENT_CGROUP, MODULES, NEW_ROOT, STATE, USER_CGROUP};
+use super::paths::{MODULES, NEW_ROOT, STATE};
 use super::root::{Mount, Root};
+use crate::sys::cgroups;
 
 const PLAIN: MountFlags = MountFlags::NOSUID
     .union(MountFlags::NODEV)
@@ -49,25 +50,33 @@ fn make(path: &str) -> Result<(), String> {
 
 /// Puts the first process and the agent in one control group, and prepares the one of the user.
 pub fn control_groups() -> Result<(), String> {
-    make(AGENT_CGROUP)?;
-    make(USER_CGROUP)?;
-    let write = |path: &str, text: &str| {
-        fs::write(path, text).map_err(|e| format!("cannot write {text} to {path}: {e}"))
+    let group = |name: &str| Path::new(cgroups::MOUNT).join(name);
+    let write = |path: PathBuf, text: &str| {
+        fs::write(&path, text)
+            .map_err(|e| format!("cannot write {text} to {}: {e}", path.display()))
     };
-    write(&format!("{AGENT_CGROUP}/cgroup.procs"), "1")?;
-    let controllers = fs::read_to_string("/sys/fs/cgroup/cgroup.controllers")
+    for name in [cgroups::AGENT, cgroups::USER] {
+        fs::create_dir_all(group(name))
+            .map_err(|e| format!("cannot create the control group {name}: {e}"))?;
+    }
+    write(group(cgroups::AGENT).join("cgroup.procs"), "1")?;
+    let controllers = fs::read_to_string(group("cgroup.controllers"))
         .map_err(|e| format!("cannot read the cgroup controllers: {e}"))?;
     for controller in controllers.split_ascii_whitespace() {
-        // One that cannot be enabled (cpu with real-time tasks) must not cost the others.
-        if let Err(message) = write(
-            "/sys/fs/cgroup/cgroup.subtree_control",
-            &format!("+{controller}"),
-        ) {
+        // One that cannot be enabled must not cost the others.
+        if let Err(message) = write(group("cgroup.subtree_control"), &format!("+{controller}")) {
             super::warn(&message);
         }
     }
-    // Without the memory controller there is nothing to protect.
-    let _ = write(&format!("{AGENT_CGROUP}/memory.min"), AGENT_MEMORY);
+    // Without these controllers there is nothing to limit. A fork bomb must leave room for us.
+    let _ = write(group(cgroups::AGENT).join("memory.min"), AGENT_MEMORY);
+    let threads = fs::read_to_string("/proc/sys/kernel/threads-max").unwrap_or_default();
+    if let Ok(threads) = threads.trim().parse::<u64>() {
+        let _ = write(
+            group(cgroups::USER).join("pids.max"),
+            &(threads * 9 / 10).to_string(),
+        );
+    }
     Ok(())
 }
 

@@ -2,10 +2,6 @@
 
 /// State that outlives an agent; a directory only the first process and the agent can reach.
 pub const STATE: &str = "/state";
-/// Control group of the first process and the agent.
-pub const AGENT_CGROUP: &str = "/sys/fs/cgroup/agent";
-/// Control group of everything the user runs.
-pub const USER_CGROUP: &str = "/sys/fs/cgroup/user";
 /// Module files to load at boot, one path a line.
 pub const MODULES_LIST: &str = "/modules.list";
 /// The modules of the kernel, as the user's root sees them too.

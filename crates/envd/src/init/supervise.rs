@@ -6,16 +6,19 @@ use rustix::mount::{mount_remount, MountFlags, UnmountFlags};
 use rustix::process::{kill_process, wait, Pid, Signal, WaitOptions};
 use std::convert::Infallible;
 use std::fs;
-use std::net::Ipv4Addr;
-use std::os::fd::{AsRawFd, BorrowedFd};
+use std::net::{Ipv4Addr, TcpListener};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 use std::os::unix::process::CommandExt;
 use std::process::Command;
 use std::time::{Duration, Instant};
 
 use super::root::{through, Root};
-use super::{paths, power_off, warn};
+use super::{power_off, warn};
+use crate::sys::cgroups;
 
-const LISTEN: &str = "0.0.0.0:49983";
+/// The port of the agent. Its socket is ours, so that nobody takes it while the agent is restarted, and
+/// no client is refused.
+const PORT: u16 = 49983;
 /// Shortest time between two starts of the agent.
 const BACK_OFF: Duration = Duration::from_secs(1);
 /// What processes get between SIGTERM and SIGKILL.
@@ -27,12 +30,14 @@ const AGENT_OOM_SCORE: &[u8] = b"-900";
 /// Runs the guest until somebody asks for its end.
 pub fn run(root: &Root, address: Option<Ipv4Addr>) -> Result<Infallible, String> {
     let signals = Signals::block([libc::SIGCHLD, libc::SIGTERM, libc::SIGINT]);
+    let listener = TcpListener::bind((Ipv4Addr::UNSPECIFIED, PORT))
+        .map_err(|e| format!("cannot listen on port {PORT}: {e}"))?;
     let mut agent = None;
     let mut due = Instant::now();
     loop {
         if agent.is_none() && Instant::now() >= due {
             due = Instant::now() + BACK_OFF;
-            match start(root, address) {
+            match start(root, &listener, address) {
                 Ok(pid) => agent = Some(pid),
                 Err(message) => warn(&message),
             }
@@ -55,30 +60,32 @@ pub fn run(root: &Root, address: Option<Ipv4Addr>) -> Result<Infallible, String>
     }
 }
 
-/// Starts the agent from the initramfs. It finds the user's root as an open descriptor.
-fn start(root: &Root, address: Option<Ipv4Addr>) -> Result<Pid, String> {
+/// Starts the agent from the initramfs. It gets the user's root and its socket as open descriptors.
+fn start(root: &Root, listener: &TcpListener, address: Option<Ipv4Addr>) -> Result<Pid, String> {
     let program = std::env::current_exe()
         .map_err(|e| format!("cannot find the program of the agent: {e}"))?;
-    let number = root.fd().as_raw_fd();
+    let passed = [root.fd().as_raw_fd(), listener.as_raw_fd()];
     let mut command = Command::new(program);
     command
         .arg0("aenv-envd")
         .args([
             "agent",
-            "--listen",
-            LISTEN,
             "--root-fd",
-            &number.to_string(),
+            &passed[0].to_string(),
+            "--listen-fd",
+            &passed[1].to_string(),
         ])
         .env_clear();
     if let Some(address) = address {
         command.args(["--address", &address.to_string()]);
     }
     // SAFETY: the closure runs between fork and exec of a single-threaded process and only makes
-    // system calls; the root stays open for as long as we run.
+    // system calls; both descriptors stay open for as long as we run.
     unsafe {
         command.pre_exec(move || {
-            fcntl_setfd(BorrowedFd::borrow_raw(number), FdFlags::empty())?;
+            for fd in passed {
+                fcntl_setfd(BorrowedFd::borrow_raw(fd), FdFlags::empty())?;
+            }
             rustix::process::setsid()?;
             let score = openat(
                 CWD,
@@ -104,7 +111,10 @@ fn reap() -> Option<Pid> {
 /// Stops everything, makes the disk safe and powers off.
 fn shut_down(root: &Root, agent: Option<Pid>) -> ! {
     // Frozen processes would not see a signal.
-    let _ = fs::write(format!("{}/cgroup.freeze", paths::USER_CGROUP), "0");
+    let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
+    if let Ok(groups) = openat(CWD, cgroups::MOUNT, flags, Mode::empty()) {
+        let _ = cgroups::freeze(groups.as_fd(), false);
+    }
     let agent = agent.map_or(0, |pid| pid.as_raw_nonzero().get());
     for pid in others(agent) {
         // Whoever is gone by now needs no signal.

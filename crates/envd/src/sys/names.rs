@@ -4,7 +4,7 @@ use rustix::fs::{openat, unlinkat, AtFlags, Mode, OFlags};
 use rustix::io::Errno;
 use std::fs::File;
 use std::io::{self, Write};
-use std::os::fd::{AsFd, BorrowedFd};
+use std::os::fd::BorrowedFd;
 use std::path::Path;
 
 use super::read;
@@ -13,23 +13,14 @@ const HOSTS_LIMIT: u64 = 1 << 20;
 /// The address Debian gives to a host without a fixed one.
 const OWN_ADDRESS: &str = "127.0.1.1";
 
-/// Names the machine, seen from inside the user's root.
+/// Gives the running machine its name.
 pub fn set(name: &str) -> Result<(), String> {
-    let etc = openat(
-        rustix::fs::CWD,
-        "/etc",
-        OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC,
-        Mode::empty(),
-    );
-    // A user may have removed /etc; the kernel's name is what counts then.
-    set_in(etc.as_ref().ok().map(AsFd::as_fd), name)
+    rustix::system::sethostname(name.as_bytes())
+        .map_err(|e| format!("cannot set the host name {name:?}: {e}"))
 }
 
-/// Names the machine; `etc` is the directory of the files, if there is one.
-pub fn set_in(etc: Option<BorrowedFd<'_>>, name: &str) -> Result<(), String> {
-    rustix::system::sethostname(name.as_bytes())
-        .map_err(|e| format!("cannot set the host name {name:?}: {e}"))?;
-    let Some(etc) = etc else { return Ok(()) };
+/// Writes the name to the files in `etc`.
+pub fn write(etc: BorrowedFd<'_>, name: &str) -> Result<(), String> {
     let old = read::bounded_at(etc, Path::new("hosts"), HOSTS_LIMIT).unwrap_or_default();
     let hosts = hosts(&String::from_utf8_lossy(&old), name);
     replace(etc, "hosts", hosts.as_bytes())

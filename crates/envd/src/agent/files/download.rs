@@ -4,7 +4,7 @@ use bytes::Bytes;
 use hyper::body::{Body as _, Incoming};
 use hyper::header::{self, HeaderMap, HeaderName, HeaderValue};
 use hyper::{Method, Request, Response, StatusCode};
-use rustix::fs::{FileType, Mode, OFlags};
+use rustix::fs::OFlags;
 use std::fs::File;
 use std::io::{self, Read};
 use std::path::Path;
@@ -14,7 +14,7 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use super::body::FileBody;
 use super::{blocking, Failure, Target};
 use crate::agent::filesystem::path;
-use crate::agent::filesystem::walk::{kind, Last, Walk};
+use crate::agent::filesystem::walk::{Last, Walk};
 use crate::agent::http::{self, Body};
 use crate::agent::users::User;
 use crate::agent::Agent;
@@ -28,7 +28,7 @@ pub async fn serve(
     target: Target,
 ) -> Result<Response<Body>, Failure> {
     target.authorize(&agent, request.headers(), "read")?;
-    let user = target.user(&agent)?;
+    let user = target.user(&agent).await?;
     let workdir = agent.identity().default_workdir.clone();
     let path = path::resolve(target.path.as_deref().unwrap_or(""), &user, &workdir)
         .map_err(|e| Failure::bad(e.message))?;
@@ -65,13 +65,7 @@ enum Content {
 fn open(user: &User, path: &Path) -> io::Result<Content> {
     let mut walk = Walk::new(user);
     let place = walk.find(path, Last::Follow)?;
-    let fd = place.open(OFlags::RDONLY, Mode::empty())?;
-    let stat = rustix::fs::fstat(&fd)?;
-    match kind(&stat) {
-        FileType::RegularFile => {}
-        FileType::Directory => return Err(rustix::io::Errno::ISDIR.into()),
-        _ => return Err(rustix::io::Errno::INVAL.into()),
-    }
+    let (fd, stat) = place.open_regular(OFlags::RDONLY)?;
     let file = File::from(fd);
     if stat.st_size == 0 {
         let mut bytes = Vec::new();

@@ -111,9 +111,10 @@ impl Target {
             .map_err(|message| Failure::new(StatusCode::UNAUTHORIZED, message))
     }
 
-    fn user(&self, agent: &Agent) -> Result<User, Failure> {
+    async fn user(&self, agent: &Arc<Agent>) -> Result<User, Failure> {
         agent
             .user(self.username.as_deref().unwrap_or(""))
+            .await
             .map_err(|message| Failure::new(StatusCode::UNAUTHORIZED, message))
     }
 }

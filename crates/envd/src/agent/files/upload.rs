@@ -6,8 +6,7 @@ use http_body_util::BodyExt;
 use hyper::body::Incoming;
 use hyper::header::{HeaderMap, CONTENT_ENCODING, CONTENT_TYPE};
 use hyper::{Request, Response, StatusCode};
-use rustix::fs::{ftruncate, FileType, Mode, OFlags};
-use rustix::io::Errno;
+use rustix::fs::{ftruncate, Mode, OFlags};
 use serde::Serialize;
 use std::collections::{BTreeMap, HashSet};
 use std::fs::File;
@@ -19,7 +18,7 @@ use std::time::Duration;
 
 use super::multipart::{boundary, Event, Parser};
 use super::{blocking, Failure, Target};
-use crate::agent::filesystem::walk::{kind, Last, Walk};
+use crate::agent::filesystem::walk::{Last, Walk};
 use crate::agent::filesystem::{metadata, path};
 use crate::agent::http::{self, Body};
 use crate::agent::users::User;
@@ -67,14 +66,14 @@ pub async fn serve(
 }
 
 async fn receive(
-    agent: &Agent,
+    agent: &Arc<Agent>,
     headers: &HeaderMap,
     target: &Target,
     source: &mut Source,
 ) -> Result<Vec<Written>, Failure> {
     target.authorize(agent, headers, "write")?;
     let request = Arc::new(Upload {
-        user: target.user(agent)?,
+        user: target.user(agent).await?,
         workdir: agent.identity().default_workdir.clone(),
         metadata: metadata::from_headers(headers).map_err(Failure::bad)?,
     });
@@ -323,12 +322,8 @@ fn create(user: &User, path: &Path) -> io::Result<File> {
     let mut walk = Walk::new(user);
     let place = walk.make(path, Last::Follow)?;
     loop {
-        let file = match place.open(OFlags::WRONLY, Mode::empty()) {
-            Ok(fd) => {
-                let stat = rustix::fs::fstat(&fd)?;
-                if kind(&stat) != FileType::RegularFile {
-                    return Err(Errno::INVAL.into());
-                }
+        let file = match place.open_regular(OFlags::WRONLY) {
+            Ok((fd, stat)) => {
                 if stat.st_size > 0 {
                     ftruncate(&fd, 0)?;
                 }

@@ -14,9 +14,9 @@ use std::sync::Arc;
 use super::entry::{describe, Entry};
 use super::walk::{kind, Last, Walk};
 use super::{path, tree, watchers};
+use crate::agent::call;
 use crate::agent::connect::{self, check, Code, Error, Kind};
 use crate::agent::http::Body;
-use crate::agent::process::rpc::caller;
 use crate::agent::users::{Names, User};
 use crate::agent::{blocking, wire, Agent};
 
@@ -55,7 +55,7 @@ pub async fn serve(
     if let Err(response) = check(request.headers(), Kind::Unary) {
         return Some(*response);
     }
-    let caller = Caller::of(&agent, request.headers());
+    let caller = Caller::of(&agent, request.headers()).await;
     Some(connect::unary(match method {
         "Move" => match connect::read_unary(request).await {
             Ok(message) => rename(caller, message).await,
@@ -75,9 +75,9 @@ pub struct Caller {
 }
 
 impl Caller {
-    pub fn of(agent: &Agent, headers: &HeaderMap) -> Result<Caller, Error> {
+    pub async fn of(agent: &Arc<Agent>, headers: &HeaderMap) -> Result<Caller, Error> {
         Ok(Caller {
-            user: caller(agent, headers)?,
+            user: call::user(agent, headers).await?,
             workdir: agent.identity().default_workdir.clone(),
         })
     }

@@ -69,6 +69,21 @@ impl Place {
         )?)
     }
 
+    /// Opens the object if it is a regular file. Others are not even opened, because that alone can
+    /// have effects: `EISDIR` for a directory, `EINVAL` for the rest.
+    pub fn open_regular(&self, flags: OFlags) -> io::Result<(OwnedFd, Stat)> {
+        let check = |stat: &Stat| match kind(stat) {
+            FileType::RegularFile => Ok(()),
+            FileType::Directory => Err(Errno::ISDIR),
+            _ => Err(Errno::INVAL),
+        };
+        check(&self.stat()?)?;
+        let fd = self.open(flags, Mode::empty())?;
+        let stat = fstat(&fd)?;
+        check(&stat)?;
+        Ok((fd, stat))
+    }
+
     /// Opens the object. `O_NOFOLLOW` makes a link that has appeared there in the meantime an error.
     pub fn open(&self, flags: OFlags, mode: Mode) -> io::Result<OwnedFd> {
         let flags = flags | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::NOCTTY | OFlags::CLOEXEC;

@@ -10,9 +10,9 @@ use tokio::sync::watch;
 
 use super::rpc::{io_error, Caller};
 use super::watch::{Refusal, Scope, Watch};
+use crate::agent::call;
 use crate::agent::connect::{self, check, envelope, Code, Error, Kind, Messages};
 use crate::agent::http::{self, Body};
-use crate::agent::process::rpc::keepalive;
 use crate::agent::process::stream::{channel, Subscriber};
 use crate::agent::{blocking, wire, Agent};
 
@@ -168,8 +168,8 @@ async fn next(watch: &Arc<Watch>) -> Result<(), Error> {
 
 async fn watch_dir(agent: Arc<Agent>, request: Request<Incoming>) -> Result<Response<Body>, Error> {
     let limit = connect::timeout(request.headers())?;
-    let idle = keepalive(request.headers());
-    let caller = Caller::of(&agent, request.headers());
+    let idle = call::keepalive(request.headers());
+    let caller = Caller::of(&agent, request.headers()).await;
     let (message, rest) = Messages::new(request.into_body()).single().await?;
     let watch = open(caller?, message).await?;
     let (subscriber, stream) = channel(
@@ -209,7 +209,7 @@ async fn tell(watch: &Arc<Watch>, subscriber: &Subscriber) -> Error {
 }
 
 async fn create(agent: Arc<Agent>, request: Request<Incoming>) -> Result<Value, Error> {
-    let caller = Caller::of(&agent, request.headers());
+    let caller = Caller::of(&agent, request.headers()).await;
     let message = connect::read_unary(request).await?;
     let watch = open(caller?, message).await?;
     let mut table = agent.watchers.table();

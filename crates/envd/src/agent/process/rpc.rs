@@ -1,30 +1,26 @@
 //! The procedures of `process.Process`.
 
-use base64::engine::general_purpose::STANDARD;
-use base64::Engine;
 use hyper::body::Incoming;
-use hyper::header::{HeaderMap, AUTHORIZATION};
 use hyper::{Request, Response};
 use rustix::io::Errno;
 use rustix::process::Signal;
 use rustix::termios::{tcsetwinsize, Winsize};
 use std::collections::BTreeMap;
 use std::sync::Arc;
-use std::time::Duration;
 
 use super::messages::{self, keepalive_event, Info, Size};
 use super::spawn::{spawn, Plan};
 use super::stream::channel;
 use super::table::{InputFd, Process};
+use crate::agent::call;
 use crate::agent::connect::{self, check, Code, Error, Kind, Messages};
 use crate::agent::filesystem::{path, walk};
 use crate::agent::http::{self, Body};
 use crate::agent::identity::check_variable;
 use crate::agent::users::User;
-use crate::agent::Agent;
+use crate::agent::{blocking, Agent};
 
 const DEFAULT_PATH: &str = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin";
-const DEFAULT_KEEPALIVE: Duration = Duration::from_secs(90);
 
 /// Serves one call, or `None` if the service has no such procedure.
 pub async fn serve(
@@ -59,50 +55,10 @@ pub async fn serve(
 type Empty = BTreeMap<(), ()>;
 const EMPTY: Empty = Empty::new();
 
-/// The user a call is made for: the one of `Authorization: Basic`, or the default user.
-pub fn caller(agent: &Agent, headers: &HeaderMap) -> Result<User, Error> {
-    let unauthenticated = |message: String| Error::new(Code::Unauthenticated, message);
-    let Some(value) = headers.get(AUTHORIZATION) else {
-        return agent.user("").map_err(unauthenticated);
-    };
-    let credentials = value
-        .to_str()
-        .ok()
-        .and_then(|v| v.split_once(' '))
-        .and_then(|(scheme, rest)| {
-            let basic = scheme.eq_ignore_ascii_case("basic");
-            basic
-                .then(|| STANDARD.decode(rest.trim()).ok())
-                .flatten()
-                .and_then(|b| String::from_utf8(b).ok())
-        });
-    let Some(credentials) = credentials else {
-        return Err(unauthenticated(
-            "authorization must be Basic with base64 of '<user>:'".into(),
-        ));
-    };
-    let name = credentials
-        .split_once(':')
-        .map_or(&*credentials, |(name, _)| name);
-    agent.user(name).map_err(unauthenticated)
-}
-
-/// Interval of silence after which the client wants a sign of life.
-pub fn keepalive(headers: &HeaderMap) -> Duration {
-    let seconds = headers
-        .get("keepalive-ping-interval")
-        .and_then(|v| v.to_str().ok())
-        .and_then(|v| v.parse().ok());
-    match seconds {
-        Some(seconds @ 1..=86_400) => Duration::from_secs(seconds),
-        _ => DEFAULT_KEEPALIVE,
-    }
-}
-
 async fn start(agent: Arc<Agent>, request: Request<Incoming>) -> Result<Response<Body>, Error> {
     let limit = connect::timeout(request.headers())?;
-    let idle = keepalive(request.headers());
-    let user = caller(&agent, request.headers());
+    let idle = call::keepalive(request.headers());
+    let user = call::user(&agent, request.headers()).await;
     let (message, rest) = Messages::new(request.into_body())
         .single::<messages::Start>()
         .await?;
@@ -114,7 +70,7 @@ async fn start(agent: Arc<Agent>, request: Request<Incoming>) -> Result<Response
         let config = message.process.unwrap_or_default();
         let for_child = agent.clone();
         let given = config.clone();
-        let child = super::super::blocking(move || {
+        let child = blocking(move || {
             let plan = plan(
                 &for_child,
                 given,
@@ -223,7 +179,7 @@ fn winsize(size: Option<Size>) -> Result<Winsize, Error> {
 
 async fn attach(agent: Arc<Agent>, request: Request<Incoming>) -> Result<Response<Body>, Error> {
     let limit = connect::timeout(request.headers())?;
-    let idle = keepalive(request.headers());
+    let idle = call::keepalive(request.headers());
     let (message, rest) = Messages::new(request.into_body())
         .single::<messages::Select>()
         .await?;

@@ -15,7 +15,7 @@ use std::os::unix::process::CommandExt;
 use std::process::{Command, Stdio};
 
 use super::messages::Output;
-use crate::agent::kernel::Kernel;
+use crate::agent::kernel::{Guest, Kernel};
 use crate::agent::users::User;
 
 /// What to start. Paths and names are those of the guest.
@@ -57,11 +57,7 @@ pub fn spawn(kernel: &Kernel, plan: Plan) -> io::Result<Child> {
     let files = kernel.files;
     let on_terminal = plan.pty.is_some();
     let proc = kernel.proc.try_clone()?;
-    let members = kernel
-        .guest
-        .as_ref()
-        .map(|g| g.members.try_clone())
-        .transpose()?;
+    let members = kernel.guest.as_ref().map(Guest::members).transpose()?;
     let prepare = move || {
         if let Some(members) = &members {
             retry_on_intr(|| rustix::io::write(members, b"0"))?;

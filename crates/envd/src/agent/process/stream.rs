@@ -20,6 +20,8 @@ use crate::agent::connect::{end, Code, Error};
 
 /// Output queued for one subscriber, in bytes of its JSON form.
 pub const QUEUE_LIMIT: usize = 1 << 20;
+/// How long a response waits for the end of its request.
+const LINGER: Duration = Duration::from_millis(500);
 /// How long a full queue may stay full.
 pub const STALL_LIMIT: Duration = Duration::from_secs(5);
 
@@ -133,6 +135,14 @@ pub fn channel(
 }
 
 impl EventStream {
+    /// Nothing more is to be sent. A request that is not over gets a moment to end, because otherwise
+    /// its connection could not be used for another one.
+    fn close(&mut self) {
+        self.done = true;
+        self.queue.close();
+        self.timer.as_mut().reset(Instant::now() + LINGER);
+    }
+
     fn discard_request(&mut self, cx: &mut Context<'_>) {
         while let Some(body) = &mut self.request {
             match Pin::new(body).poll_frame(cx) {
@@ -153,14 +163,16 @@ impl Body for EventStream {
         cx: &mut Context<'_>,
     ) -> Poll<Option<io::Result<Frame<Bytes>>>> {
         let this = self.get_mut();
+        this.discard_request(cx);
         if this.done {
+            if this.request.is_some() {
+                ready!(this.timer.as_mut().poll(cx));
+            }
             return Poll::Ready(None);
         }
-        this.discard_request(cx);
         if let Some(deadline) = &mut this.deadline {
             if deadline.as_mut().poll(cx).is_ready() {
-                this.done = true;
-                this.queue.close();
+                this.close();
                 let error = Error::new(
                     Code::DeadlineExceeded,
                     "the time the client allowed for this stream is over",
@@ -175,13 +187,13 @@ impl Body for EventStream {
             }
             Poll::Ready(Some(Item::Event(bytes))) => bytes,
             Poll::Ready(Some(Item::End(bytes))) => {
-                this.done = true;
-                this.queue.close();
-                bytes
+                this.close();
+                return Poll::Ready(Some(Ok(Frame::data(bytes))));
             }
             Poll::Ready(None) => {
-                this.done = true;
-                end(Err(&Error::internal("the source of this stream is gone")))
+                this.close();
+                let bytes = end(Err(&Error::internal("the source of this stream is gone")));
+                return Poll::Ready(Some(Ok(Frame::data(bytes))));
             }
             Poll::Pending => {
                 ready!(this.timer.as_mut().poll(cx));
@@ -193,6 +205,6 @@ impl Body for EventStream {
     }
 
     fn is_end_stream(&self) -> bool {
-        self.done
+        self.done && self.request.is_none()
     }
 }
