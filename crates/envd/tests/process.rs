@@ -7,6 +7,8 @@ use base64::Engine;
 use common::*;
 use serde_json::{json, Value};
 use std::io::{Read, Write};
+use std::os::unix::process::CommandExt;
+use std::process::Command;
 use std::time::{Duration, Instant};
 
 const START: &str = "/process.Process/Start";
@@ -129,6 +131,30 @@ fn users_are_switched_completely() {
     }
     let mut stream = agent.stream(START, &[("authorization", "Bearer x")], &shell("true"));
     assert_eq!(stream.error()["code"], "unauthenticated");
+}
+
+#[test]
+fn signals_have_their_default_effect_whatever_started_the_agent() {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_aenv-envd"));
+    // SAFETY: the closure runs between fork and exec and only makes system calls.
+    unsafe {
+        command.pre_exec(|| {
+            let mut all = std::mem::zeroed();
+            libc::sigfillset(&mut all);
+            libc::sigprocmask(libc::SIG_BLOCK, &all, std::ptr::null_mut());
+            libc::signal(libc::SIGHUP, libc::SIG_IGN);
+            libc::signal(libc::SIGINT, libc::SIG_IGN);
+            Ok(())
+        });
+    }
+    let agent = Agent::launch(command, &[], tempfile::tempdir().unwrap());
+    let start =
+        json!({"process": {"cmd": "grep", "args": ["-E", "^Sig(Blk|Ign)", "/proc/self/status"]}});
+    let text = agent.stream(START, &[], &start).outcome().text();
+    assert_eq!(
+        text,
+        "SigBlk:\t0000000000000000\nSigIgn:\t0000000000000000\n"
+    );
 }
 
 #[test]

@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 
 use super::root::{through, Root};
 use super::{power_off, warn};
-use crate::sys::cgroups;
+use crate::sys::{cgroups, signals};
 
 /// The port of the agent. Its socket is ours, so that nobody takes it while the agent is restarted, and
 /// no client is refused.
@@ -87,6 +87,7 @@ fn start(root: &Root, listener: &TcpListener, address: Option<Ipv4Addr>) -> Resu
                 fcntl_setfd(BorrowedFd::borrow_raw(fd), FdFlags::empty())?;
             }
             rustix::process::setsid()?;
+            signals::reset();
             let score = openat(
                 CWD,
                 c"/proc/self/oom_score_adj",

@@ -4,3 +4,4 @@ pub mod cgroups;
 pub mod ext4;
 pub mod names;
 pub mod read;
+pub mod signals;

@@ -17,6 +17,7 @@ use std::process::{Command, Stdio};
 use super::messages::Output;
 use crate::agent::kernel::{Guest, Kernel};
 use crate::agent::users::User;
+use crate::sys::signals;
 
 /// What to start. Paths and names are those of the guest.
 pub struct Plan {
@@ -67,6 +68,7 @@ pub fn spawn(kernel: &Kernel, plan: Plan) -> io::Result<Child> {
             }
         }
         setsid()?;
+        signals::reset();
         if on_terminal {
             // SAFETY: descriptor 0 was just set to the terminal by the standard library.
             ioctl_tiocsctty(unsafe { BorrowedFd::borrow_raw(0) })?;
