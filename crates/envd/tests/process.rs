@@ -373,6 +373,51 @@ fn input_that_nobody_reads_waits_but_ends_with_the_process() {
 }
 
 #[test]
+fn input_is_given_up_when_its_client_leaves() {
+    let agent = Agent::start();
+    let mut stream = agent.stream(
+        START,
+        &[],
+        &json!({"process": {"cmd": "/bin/sh", "args": ["-c", "sleep 60"]}}),
+    );
+    let selector = json!({"pid": stream.pid()});
+    let input =
+        json!({"process": selector, "input": {"stdin": STANDARD.encode(vec![b'x'; 1 << 20])}})
+            .to_string();
+    let mut client = agent.connect();
+    let headers = [("content-type", "application/json")];
+    client
+        .write_all(&head(
+            "POST",
+            "/process.Process/SendInput",
+            &headers,
+            Some(input.len()),
+        ))
+        .unwrap();
+    client.write_all(input.as_bytes()).unwrap();
+    eventually("the pipe is full", || {
+        let mut waiting = agent.connect();
+        waiting
+            .set_read_timeout(Some(Duration::from_millis(100)))
+            .unwrap();
+        let body = json!({"process": selector}).to_string();
+        waiting
+            .write_all(&head(
+                "POST",
+                "/process.Process/CloseStdin",
+                &headers,
+                Some(body.len()),
+            ))
+            .unwrap();
+        waiting.write_all(body.as_bytes()).unwrap();
+        // No answer yet: the first client still writes.
+        waiting.read(&mut [0; 1]).is_err().then_some(())
+    });
+    drop(client);
+    agent.ok("/process.Process/CloseStdin", json!({"process": selector}));
+}
+
+#[test]
 fn processes_are_listed_while_they_live() {
     let agent = Agent::start();
     let mut start = shell("sleep 60");

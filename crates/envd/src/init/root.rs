@@ -118,3 +118,67 @@ impl Root {
 pub fn through(fd: impl AsFd) -> String {
     format!("/proc/self/fd/{}", fd.as_fd().as_raw_fd())
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::os::unix::fs::symlink;
+
+    /// An image, and a directory beside it that nothing may touch.
+    fn image() -> (tempfile::TempDir, Root) {
+        let dir = tempfile::tempdir().unwrap();
+        for name in ["image", "outside"] {
+            std::fs::create_dir(dir.path().join(name)).unwrap();
+        }
+        let fd = rustix::fs::open(dir.path().join("image"), DIRECTORY, Mode::empty()).unwrap();
+        (dir, Root::new(fd))
+    }
+
+    #[test]
+    fn links_of_an_image_stay_inside() {
+        let (dir, root) = image();
+        let image = dir.path().join("image");
+        for (target, link, path, made) in [
+            ("usr/lib", "lib", "lib/modules", "usr/lib/modules"),
+            ("/var/run", "run", "run", "var/run"),
+            ("../../outside", "dev", "dev/pts", "outside/pts"),
+            ("/etc/real", "sys", "sys/fs/cgroup", "etc/real/fs/cgroup"),
+            ("a", "chain", "chain/x", "b/x"),
+            ("b", "a", "a", "b"),
+        ] {
+            symlink(target, image.join(link)).unwrap();
+            if link != "chain" {
+                root.directory(path, 0o755).unwrap();
+                assert!(image.join(made).is_dir(), "{path}");
+            }
+            assert!(
+                std::fs::symlink_metadata(image.join(link))
+                    .unwrap()
+                    .is_symlink(),
+                "{link} was replaced"
+            );
+        }
+        root.directory("chain/x", 0o755).unwrap();
+        assert!(image.join("b/x").is_dir());
+        assert_eq!(
+            std::fs::read_dir(dir.path().join("outside"))
+                .unwrap()
+                .count(),
+            0
+        );
+    }
+
+    #[test]
+    fn loops_and_files_in_the_way_are_errors() {
+        let (dir, root) = image();
+        let image = dir.path().join("image");
+        symlink("self", image.join("self")).unwrap();
+        std::fs::write(image.join("file"), "").unwrap();
+        for path in ["self", "self/x", "file", "file/x"] {
+            assert!(root.directory(path, 0o755).is_err(), "{path}");
+        }
+        symlink("d2", image.join("d1")).unwrap();
+        symlink("d1", image.join("d2")).unwrap();
+        assert!(root.directory("d1/x", 0o755).is_err());
+    }
+}
