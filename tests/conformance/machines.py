@@ -22,7 +22,16 @@ from aenv.errors import VmmFailed
 from aenv.model import KernelImage, MachineShape
 from aenv.vmm import kernel as kernels
 from aenv.vmm import process
-from aenv.vmm.interface import BootConfig, Disk, Driver, Machine, MachineRecord
+from aenv.vmm.interface import (
+    BootConfig,
+    Disk,
+    Driver,
+    Machine,
+    MachineClass,
+    MachineRecord,
+    PrepareConfig,
+    Prepared,
+)
 from aenv.vmm.qemu import QemuDriver
 
 DRIVERS = ("qemu",)
@@ -65,6 +74,7 @@ class Lab:
         self.kernel = kernel
         self.root = root
         self._machines: list[Machine] = []
+        self._prepared: list[Prepared] = []
 
     def config(self, test: str = "ready", **changes: Any) -> BootConfig:
         directory = self.root / str(time.monotonic_ns())
@@ -92,6 +102,14 @@ class Lab:
     async def boot(self, test: str = "ready", **changes: Any) -> Machine:
         return self.keep(await self.driver.boot(self.config(test, **changes)))
 
+    async def prepare(self, machine: MachineClass, **changes: Any) -> Prepared:
+        directory = self.root / str(time.monotonic_ns())
+        directory.mkdir(mode=0o700)
+        config = PrepareConfig("conformance", machine, directory, tap_fd=None, netns=None, disk_limit=256 << 20)
+        prepared = await self.driver.prepare(msgspec.structs.replace(config, **changes))
+        self._prepared.append(prepared)
+        return prepared
+
     def keep(self, machine: Machine) -> Machine:
         self._machines.append(machine)
         return machine
@@ -100,6 +118,8 @@ class Lab:
         for machine in self._machines:
             await machine.kill()
             await machine.close()
+        for prepared in self._prepared:
+            await prepared.kill()
         assert self.leftovers() == []
 
     def leftovers(self) -> list[str]:

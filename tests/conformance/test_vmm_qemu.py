@@ -14,7 +14,7 @@ import pytest
 from aenv import programs
 from aenv.config import VmmSettings
 from aenv.errors import SetupError, VmmFailed
-from aenv.vmm import qemu, qmp
+from aenv.vmm import qemu, qemu_machine, qmp
 from aenv.vmm.interface import Disk
 from aenv.vmm.probe import Acceleration
 from aenv.vmm.qemu import QemuDriver
@@ -107,7 +107,7 @@ async def test_commands_to_a_qemu_that_hangs_end(lab: Lab, monkeypatch: pytest.M
 
 async def test_a_lost_monitor_is_connected_again(lab: Lab) -> None:
     machine = await lab.boot()
-    assert isinstance(machine, qemu.QemuMachine)
+    assert isinstance(machine, qemu_machine.QemuMachine)
     first = await machine.connect(5)
     await first.close()
     assert await machine.status() == "running"

@@ -28,10 +28,11 @@ Format = Literal["raw", "qcow2"]
 
 
 class DescriptorSets:
-    """Descriptors that a QEMU is started with, each alone in a numbered set. Closes them on exit."""
+    """Descriptors for a QEMU, each alone in a set; the sets are numbered from ``first`` on. Closes them on exit."""
 
-    def __init__(self) -> None:
+    def __init__(self, first: int = 0) -> None:
         self.fds: list[int] = []
+        self._first = first
         self._stack = ExitStack()
 
     def __enter__(self) -> DescriptorSets:
@@ -58,10 +59,21 @@ class DescriptorSets:
         return fd
 
     def name(self, fd: int) -> str:
-        return f"/dev/fdset/{self.fds.index(fd)}"
+        return f"/dev/fdset/{self._first + self.fds.index(fd)}"
+
+    def numbered(self) -> list[tuple[int, int]]:
+        """Number of the set, and descriptor."""
+        return list(enumerate(self.fds, self._first))
 
     def arguments(self) -> list[str]:
-        return [part for number, fd in enumerate(self.fds) for part in ("-add-fd", f"fd={fd},set={number}")]
+        return [part for number, fd in self.numbered() for part in ("-add-fd", f"fd={fd},set={number}")]
+
+
+def node_options(read_only: bool) -> dict[str, Any]:
+    """What all nodes of QEMU's block layer have in common."""
+    # A sandbox promises nothing about a crash of the host, so a flush of the guest need not reach the host's disk.
+    cache = {"direct": False, "no-flush": True}
+    return {"read-only": read_only, "auto-read-only": False, "discard": "unmap", "cache": cache}
 
 
 def block_device(disk: Disk, name: str, sets: DescriptorSets) -> tuple[dict[str, Any], int]:
@@ -76,9 +88,7 @@ def _node(
         raise VmmFailed(f"the chain of images that ends in {path} is longer than {CHAIN_LIMIT}")
     fd = sets.open("disk image", path, os.O_RDONLY if read_only else os.O_RDWR)
     is_device = stat.S_ISBLK(os.fstat(fd).st_mode)
-    # A sandbox promises nothing about a crash of the host, so a flush of the guest need not reach the host's disk.
-    cache = {"direct": False, "no-flush": True}
-    options = {"read-only": read_only, "auto-read-only": False, "discard": "unmap", "cache": cache}
+    options = node_options(read_only)
     node: dict[str, Any] = {
         "driver": format,
         **options,

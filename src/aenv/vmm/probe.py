@@ -8,6 +8,7 @@ instruction of an ordinary guest and is far slower than TCG. So the probe times 
 from __future__ import annotations
 
 import errno
+import hashlib
 import os
 import subprocess
 import sys
@@ -142,6 +143,17 @@ def judge(modules: tuple[str, ...], vendor: str, trial: dict[str, Any]) -> Accel
         return refuse(f"{name} lacks {', '.join(trial['missing'])}")
     intel = "kvm_intel" in modules or ("kvm_amd" not in modules and vendor == "GenuineIntel")
     return Acceleration("kvm-intel" if intel else "kvm-amd", "KVM runs guests at hardware speed", None, details)
+
+
+def host_processor() -> str:
+    """What a guest of KVM sees of this host's processor, as the sha256 (hex) of it: a state is of no use where that
+    differs."""
+    seen: dict[str, str] = {}
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        name, _, value = line.partition(":")
+        if name.strip() in ("vendor_id", "cpu family", "model", "stepping", "flags"):
+            seen.setdefault(name.strip(), value.strip())
+    return hashlib.sha256("\n".join(f"{name}={value}" for name, value in sorted(seen.items())).encode()).hexdigest()
 
 
 def _refusal(device: Path) -> Acceleration | None:

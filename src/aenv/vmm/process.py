@@ -18,17 +18,16 @@ import os
 import select
 import signal
 import subprocess
-import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TypeVar
 
 import msgspec
 
 from aenv.errors import VmmFailed
 from aenv.programs import system_program
 from aenv.vmm.output import Output
+from aenv.vmm.threads import in_thread
 
 MARK = "AENV_MACHINE"
 CONSOLE_SIZE = 1 << 20  # bytes kept of standard output, which is the console of the guest
@@ -40,7 +39,6 @@ _PREFIX = MARK.encode() + b"="
 _EXEC_TRIES = 5
 _EXEC_PAUSE = 0.002  # seconds
 _CLONE_NEWNET = 0x40000000
-_Result = TypeVar("_Result")
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -137,7 +135,7 @@ class Process:
     @classmethod
     async def start(cls, launch: Launch) -> Process:
         """Start a process; it has begun to execute its program when this returns. VmmFailed says why it could not."""
-        work = asyncio.ensure_future(_in_thread(lambda: _start(launch)))
+        work = asyncio.ensure_future(in_thread(lambda: _start(launch)))
         try:
             return _take(*await asyncio.shield(work))
         except asyncio.CancelledError:
@@ -312,20 +310,3 @@ def _is_over(pidfd: int) -> bool:
     poll = select.poll()
     poll.register(pidfd, select.POLLIN)
     return bool(poll.poll(0))
-
-
-async def _in_thread(work: Callable[[], _Result]) -> _Result:
-    """Run in a thread that ends with the work; a pooled one would keep the namespace it entered."""
-    loop = asyncio.get_running_loop()
-    done: asyncio.Future[_Result] = loop.create_future()
-
-    def run() -> None:
-        try:
-            result = work()
-        except BaseException as error:
-            loop.call_soon_threadsafe(done.set_exception, error)
-        else:
-            loop.call_soon_threadsafe(done.set_result, result)
-
-    threading.Thread(target=run, name="start-vmm", daemon=True).start()
-    return await done

@@ -9,117 +9,51 @@ dies first, the connection breaks, and its messages tell why.
 from __future__ import annotations
 
 import asyncio
+import fcntl
+import hashlib
 import os
 import re
 import socket
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
+
+import msgspec
 
 from aenv.config import VmmSettings
 from aenv.errors import SetupError, VmmFailed
 from aenv.programs import system_program
+from aenv.vmm import qemu_disks
 from aenv.vmm.accounts import Accounts
 from aenv.vmm.images import DescriptorSets, block_device
-from aenv.vmm.interface import BootConfig, Exit, Machine, MachineRecord
-from aenv.vmm.probe import Acceleration, choose, device_groups
+from aenv.vmm.interface import BootConfig, Machine, MachineClass, MachineRecord, PrepareConfig
+from aenv.vmm.probe import Acceleration, choose, device_groups, host_processor
 from aenv.vmm.process import Account, Identity, Launch, Process
-from aenv.vmm.qemu_command import Resources, arguments, check, kernel_command_line
-from aenv.vmm.qmp import COMMAND_TIMEOUT, GREETING_TIMEOUT, Qmp, reachable
+from aenv.vmm.qemu_command import (
+    Resources,
+    booting,
+    check,
+    check_mac,
+    hardware,
+    kernel_command_line,
+    memory_to_come,
+    own_memory,
+    waiting,
+)
+from aenv.vmm.qemu_machine import MONITOR, QemuMachine
+from aenv.vmm.qemu_prepared import QemuPrepared
+from aenv.vmm.qmp import GREETING_TIMEOUT, Qmp, reachable
+from aenv.vmm.threads import undivided
 from aenv.vmm.tsc import tsc_khz
 
 NAME = "qemu"
-MONITOR = "qmp.sock"
-DYING_TIME = 0.5  # seconds
 OLDEST = (7, 2)
-
-
-class QemuMachine:
-    """A running QEMU. Connects to its monitor when it first needs to."""
-
-    def __init__(self, record: MachineRecord, process: Process) -> None:
-        self._record = record
-        self._process = process
-        self._qmp: Qmp | None = None
-        self._lock = asyncio.Lock()
-        process.on_exit(lambda: (record.directory / MONITOR).unlink(missing_ok=True))
-
-    @property
-    def record(self) -> MachineRecord:
-        return self._record
-
-    async def status(self) -> Literal["running", "paused", "gone"]:
-        async with self._lock:
-            try:
-                answer = await self._execute("query-status")
-            except VmmFailed:
-                if not self._process.exited:
-                    raise
-                return "gone"
-            if not isinstance(answer, dict) or not isinstance(answer.get("running"), bool):
-                raise VmmFailed(f"query-status: QEMU answered nonsense: {str(answer)[:200]}")
-            return "running" if answer["running"] else "paused"
-
-    async def pause(self) -> None:
-        async with self._lock:
-            await self._execute("stop")
-
-    async def resume(self) -> None:
-        async with self._lock:
-            await self._execute("cont")
-
-    async def shutdown(self, timeout: float) -> None:
-        try:
-            async with asyncio.timeout(timeout):
-                async with self._lock:
-                    await self._execute("cont")  # a guest that stands still cannot power off
-                    await self._execute("system_powerdown")
-                await self._process.wait()
-        except (TimeoutError, VmmFailed):
-            await self.kill()
-
-    async def kill(self) -> None:
-        # Not under the lock: whoever holds it may be waiting for a QEMU that hangs.
-        await self._process.kill()
-
-    async def wait(self) -> Exit:
-        return Exit(await self._process.wait())
-
-    def serial_tail(self, limit: int = 4096) -> str:
-        return self._process.console(limit)
-
-    async def close(self) -> None:
-        if self._qmp is not None:
-            await self._qmp.close()
-        self._process.close()
-
-    async def connect(self, timeout: float) -> Qmp:
-        """The connection to the monitor; made if there is none yet, or none any more."""
-        if self._process.exited:
-            raise VmmFailed(f"the virtual machine of {self._record.directory} has ended")
-        if self._qmp is None or self._qmp.broken:
-            self._qmp = await Qmp.connect(self._record.directory / MONITOR, timeout=timeout)
-        return self._qmp
-
-    def messages(self) -> str:
-        """What QEMU itself had to say."""
-        return self._process.messages().strip()
-
-    async def _execute(self, command: str) -> Any:
-        try:
-            return await (await self.connect(COMMAND_TIMEOUT)).execute(command)
-        except VmmFailed:
-            if self._qmp is None or self._qmp.broken:
-                # A process that ends closes its monitor first; give it the time to be what it seems.
-                with suppress(TimeoutError):
-                    async with asyncio.timeout(DYING_TIME):
-                        await self._process.wait()
-            raise
+FILE_URIS = (8, 2)  # version that loads a state from a file with a name
 
 
 class QemuDriver:
-    """Starts QEMUs of one installed version."""
+    """Starts QEMUs of the one installed build."""
 
     def __init__(
         self, program: Path, version: str, acceleration: Acceleration, accounts: Accounts | None, tsc_khz: int
@@ -129,6 +63,7 @@ class QemuDriver:
         self.acceleration = acceleration
         self._accounts = accounts
         self._tsc_khz = tsc_khz
+        self._build: _Build | None = None
 
     @classmethod
     async def open(cls, settings: VmmSettings, directory: Path) -> QemuDriver:
@@ -157,23 +92,74 @@ class QemuDriver:
         return NAME
 
     async def boot(self, config: BootConfig) -> Machine:
-        check(config)
+        machine = MachineClass(
+            vcpus=config.shape.vcpus,
+            memory=config.shape.memory,
+            disks=tuple("ro" if disk.read_only else "rw" for disk in config.disks),
+            network=config.tap_fd is not None,
+        )
+        check(config.name, machine)
+        if config.tap_fd is not None:
+            check_mac(config.mac)
         self._check_kernel(config)
-        with self._account() as account, _listening(config.directory / MONITOR) as listener:
-            process = await self._start(config, account, listener)
-            machine = QemuMachine(self._record(process.identity, config.directory), process)
-            # Ours must be closed before we connect: when QEMU dies, the connection has to break.
-            listener.close()
-            try:
-                await machine.connect(GREETING_TIMEOUT)
-            except BaseException as error:
-                await asyncio.shield(machine.kill())
-                said = machine.messages()
-                await machine.close()
-                if isinstance(error, VmmFailed):
-                    raise VmmFailed(f"QEMU did not start {config.name}: {said or error}") from error
-                raise
-            return machine
+        command_line = kernel_command_line(config, tsc_khz=self._tsc_khz if self._tcg else None)
+        with DescriptorSets() as sets, DescriptorSets() as files:
+            images = [block_device(disk, qemu_disks.names(number)[0], sets) for number, disk in enumerate(config.disks)]
+            kernel = _open_kernel(files, config.kernel.bzimage)
+            initramfs = files.open("initramfs", config.kernel.initramfs, os.O_RDONLY)
+
+            def arguments(monitor: int) -> list[str]:
+                nodes = [node for node, _ in images]
+                resources = Resources(monitor, config.tap_fd, nodes, sets.arguments())
+                memory = own_memory(machine.memory << 20)
+                mine = hardware(config.name, machine, memory, resources, self._accelerator, config.mac)
+                return [*mine, *booting(kernel, initramfs, command_line)]
+
+            # Room for what else it might write. What it may write at all is decided by what it is given.
+            limit = max((size for _, size in images), default=0) + (64 << 20)
+            async with self._started(config, machine, arguments, (*sets.fds, *files.fds), limit) as (record, process):
+                started = QemuMachine(record, process)
+                await started.connect(GREETING_TIMEOUT)
+        return started
+
+    async def prepare(self, config: PrepareConfig) -> QemuPrepared:
+        check(config.name, config.machine)
+        if config.machine.network != (config.tap_fd is not None):
+            raise VmmFailed("a machine has a tap if it has a network card, and not otherwise")
+        size = config.machine.memory << 20
+        placeholder = os.memfd_create("memory", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(placeholder, size)
+            fcntl.fcntl(placeholder, fcntl.F_ADD_SEALS, fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL)
+
+            def arguments(monitor: int) -> list[str]:
+                nodes = [
+                    qemu_disks.placeholder(qemu_disks.names(number)[0], access == "ro")
+                    for number, access in enumerate(config.machine.disks)
+                ]
+                memory = memory_to_come(size, placeholder)
+                resources = Resources(monitor, config.tap_fd, nodes)
+                return [*hardware(config.name, config.machine, memory, resources, self._accelerator), *waiting()]
+
+            limit = max(config.disk_limit, 0)
+            async with self._started(config, config.machine, arguments, (placeholder,), limit) as (record, process):
+                prepared = QemuPrepared(
+                    record,
+                    process,
+                    placeholder=os.dup(placeholder),
+                    tap=config.tap_fd,
+                    by_name=_numbers(record.version) >= FILE_URIS,
+                )
+                monitor = config.directory / MONITOR
+                qmp = await Qmp.connect(monitor, timeout=GREETING_TIMEOUT, on_event=prepared.take_event)
+                try:
+                    await prepared.ready(qmp)
+                except BaseException:
+                    await qmp.close()
+                    raise
+            return prepared
+        finally:
+            os.close(placeholder)
 
     async def adopt(self, record: MachineRecord) -> Machine | None:
         process = Process.adopt(Identity(record.pid, record.start_time, record.boot_id))
@@ -183,6 +169,14 @@ class QemuDriver:
             return None
         return QemuMachine(record, process)
 
+    @property
+    def _tcg(self) -> bool:
+        return self.acceleration.kind == "tcg"
+
+    @property
+    def _accelerator(self) -> Literal["kvm", "tcg"]:
+        return "tcg" if self._tcg else "kvm"
+
     @contextmanager
     def _account(self) -> Iterator[Account | None]:
         if self._accounts is None:
@@ -191,35 +185,64 @@ class QemuDriver:
             with self._accounts.claim() as account:
                 yield account
 
-    async def _start(self, config: BootConfig, account: Account | None, listener: socket.socket) -> Process:
-        tcg = self.acceleration.kind == "tcg"
-        command_line = kernel_command_line(config, tsc_khz=self._tsc_khz if tcg else None)
-        with DescriptorSets() as sets, DescriptorSets() as files:
-            disks = [block_device(disk, f"disk{number}", sets) for number, disk in enumerate(config.disks)]
-            resources = Resources(
-                monitor=listener.fileno(),
-                kernel=_open_kernel(files, config.kernel.bzimage),
-                initramfs=files.open("initramfs", config.kernel.initramfs, os.O_RDONLY),
-                disks=[node for node, _ in disks],
-                descriptor_sets=sets.arguments(),
-            )
-            tap = () if config.tap_fd is None else (config.tap_fd,)
-            return await Process.start(
+    @asynccontextmanager
+    async def _started(
+        self,
+        config: BootConfig | PrepareConfig,
+        machine: MachineClass,
+        arguments: Callable[[int], list[str]],
+        fds: tuple[int, ...],
+        file_limit: int,
+    ) -> AsyncIterator[tuple[MachineRecord, Process]]:
+        """A QEMU whose monitor can be connected to. If that fails inside the context, nothing of it stays."""
+        build = await self._identify()
+        tap = () if config.tap_fd is None else (config.tap_fd,)
+        with self._account() as account, _listening(config.directory / MONITOR) as listener:
+            process = await Process.start(
                 Launch(
-                    arguments=[str(self.program), *arguments(config, resources, "tcg" if tcg else "kvm", command_line)],
+                    arguments=[str(self.program), *arguments(listener.fileno())],
                     directory=config.directory,
-                    fds=(*sets.fds, *files.fds, listener.fileno(), *tap),
+                    fds=(*fds, listener.fileno(), *tap),
                     netns=config.netns,
                     account=account,
-                    file_limit=max((size for _, size in disks), default=0) + (64 << 20),
+                    file_limit=file_limit,
                 )
             )
+            # Ours must be closed before we connect: when QEMU dies, the connection has to break.
+            listener.close()
+            try:
+                yield self._record(process.identity, config.directory, machine, build), process
+            except BaseException as error:
+                await asyncio.shield(process.kill())
+                said = process.messages().strip()
+                process.close()
+                if isinstance(error, VmmFailed):
+                    raise VmmFailed(f"QEMU did not start {config.name}: {said or error}") from error
+                raise
 
-    def _record(self, identity: Identity, directory: Path) -> MachineRecord:
+    async def _identify(self) -> _Build:
+        """The build that starts next: packages are upgraded under a running server."""
+        try:
+            status = self.program.stat()
+            key = (status.st_dev, status.st_ino, status.st_mtime_ns, status.st_size)
+            if self._build is None or self._build.key != key:
+                if self._build is not None:
+                    self.version = await _version(self.program)
+                self._build = _Build(key, self.version, await undivided(lambda: _sha256(self.program)))
+        except OSError as error:
+            raise VmmFailed(f"cannot read {self.program}: {error.strerror}") from error
+        return self._build
+
+    def _record(self, identity: Identity, directory: Path, machine: MachineClass, build: _Build) -> MachineRecord:
         return MachineRecord(
             driver=NAME,
-            version=self.version,
+            version=build.version,
+            build=build.digest,
             accelerator=self.acceleration.kind,
+            # What TCG emulates depends on nothing but its build.
+            processor="max" if self._tcg else host_processor(),
+            tsc_khz=self._tsc_khz,
+            machine=machine,
             pid=identity.pid,
             start_time=identity.start_time,
             boot_id=identity.boot_id,
@@ -235,6 +258,19 @@ class QemuDriver:
                 f"QEMU {self.version} cannot run the kernel {config.kernel.version} reliably without KVM",
                 remedy="use a kernel 6.1, or QEMU 10",
             )
+
+
+class _Build(msgspec.Struct, frozen=True):
+    """A program: what tells it from another (device, inode, time in ns, size in bytes), and what it is."""
+
+    key: tuple[int, int, int, int]
+    version: str
+    digest: str
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _numbers(version: str) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""The command line of a QEMU ``microvm`` that boots a kernel."""
+"""The command line of a QEMU ``microvm``: one that boots a kernel, or one that waits for a saved machine."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import Any, Literal
 import msgspec
 
 from aenv.errors import VmmFailed
-from aenv.vmm.interface import BootConfig
+from aenv.vmm import qemu_disks
+from aenv.vmm.interface import BootConfig, MachineClass
 
 COMMAND_LINE_LIMIT = 2047  # bytes, COMMAND_LINE_SIZE of x86 without the terminating zero
 # MiB of translated code that a TCG guest may keep; taken as it is used. Kernel and shell alone overflow 16, and then
@@ -21,25 +22,26 @@ _MAC = re.compile(r"[0-9a-f]{2}(:[0-9a-f]{2}){5}")
 
 
 class Resources(msgspec.Struct, frozen=True):
-    """What is opened for QEMU: descriptor numbers, and the ``-blockdev`` of each disk with the ``-add-fd`` that its
-    file names refer to."""
+    """What is opened for QEMU: descriptor numbers, and the node of each disk's image with the ``-add-fd`` that its file
+    names refer to."""
 
     monitor: int
-    kernel: int
-    initramfs: int
-    disks: Sequence[dict[str, Any]]
-    descriptor_sets: Sequence[str]
+    tap: int | None
+    images: Sequence[dict[str, Any]]
+    descriptor_sets: Sequence[str] = ()
 
 
-def check(config: BootConfig) -> None:
+def check(name: str, machine: MachineClass) -> None:
     """Refuse what QEMU would misread or cut short."""
-    shape = config.shape
-    if not _NAME.fullmatch(config.name):
-        raise VmmFailed(f"{config.name[:80]!r} cannot be the name of a machine")
-    if not 1 <= shape.vcpus <= 255 or not 64 <= shape.memory <= 1 << 20:
-        raise VmmFailed(f"no machine has {shape.vcpus} vCPUs and {shape.memory} MiB of memory")
-    if config.tap_fd is not None and not _MAC.fullmatch(config.mac):
-        raise VmmFailed(f"{config.mac[:80]!r} is not a MAC address")
+    if not _NAME.fullmatch(name):
+        raise VmmFailed(f"{name[:80]!r} cannot be the name of a machine")
+    if not 1 <= machine.vcpus <= 255 or not 64 <= machine.memory <= 1 << 20:
+        raise VmmFailed(f"no machine has {machine.vcpus} vCPUs and {machine.memory} MiB of memory")
+
+
+def check_mac(mac: str) -> None:
+    if not _MAC.fullmatch(mac):
+        raise VmmFailed(f"{mac[:80]!r} is not a MAC address")
 
 
 def kernel_command_line(config: BootConfig, *, tsc_khz: int | None) -> str:
@@ -72,20 +74,62 @@ def kernel_command_line(config: BootConfig, *, tsc_khz: int | None) -> str:
     return line
 
 
-def arguments(
-    config: BootConfig, resources: Resources, accelerator: Literal["kvm", "tcg"], command_line: str
-) -> list[str]:
-    """Everything after the name of the program. For QEMU 7.2 and later."""
-    memory = config.shape.memory << 20
-    # No device names a bus: QEMU hands out the virtio-mmio buses in the order in which the guest then finds them.
-    devices: list[dict[str, Any]] = [
-        {"driver": "virtio-blk-device", "drive": f"disk{number}", "id": f"vd{number}", "werror": "report"}
-        for number in range(len(resources.disks))
+def booting(kernel: int, initramfs: int, command_line: str) -> list[str]:
+    """Further arguments of a QEMU that boots; the kernel and the initramfs are descriptors."""
+    return [
+        *("-kernel", f"/proc/self/fd/{kernel}"),
+        *("-initrd", f"/proc/self/fd/{initramfs}"),
+        *("-append", command_line),
     ]
+
+
+def waiting() -> list[str]:
+    """Further arguments of a QEMU that waits for a state. It writes nothing into the guest's memory before it has one,
+    and does not run by itself when it has."""
+    # The states we load begin without the section that describes the machine; we compare that ourselves.
+    return ["-incoming", "defer", "-S", "-global", "migration.send-configuration=off"]
+
+
+def own_memory(size: int) -> dict[str, Any]:
+    """Memory of ``size`` bytes for a guest that boots."""
+    return {"qom-type": "memory-backend-ram", "id": "ram", "size": size, "share": False}
+
+
+def memory_to_come(size: int, fd: int) -> dict[str, Any]:
+    """A mapping of an empty file of ``size`` bytes, over which the memory of a saved guest is put later.
+
+    QEMU punches holes into the file for pages that the guest gives back. It must never know the image that is put in
+    its place, or it would do so there, under all other guests that run from it."""
+    return {
+        "qom-type": "memory-backend-file",
+        "id": "ram",
+        "size": size,
+        "mem-path": f"/proc/self/fd/{fd}",
+        "share": False,
+    }
+
+
+def hardware(
+    name: str,
+    machine: MachineClass,
+    memory: dict[str, Any],
+    resources: Resources,
+    accelerator: Literal["kvm", "tcg"],
+    mac: str | None = None,
+) -> list[str]:
+    """The arguments that make the machine, for QEMU 7.2 and later. All but names of files, descriptors and ``mac`` has
+    to be the same where a state is saved and where it is loaded."""
+    # No device names a bus: QEMU hands out the virtio-mmio buses in the order in which the guest then finds them.
+    nodes: list[dict[str, Any]] = []
+    devices: list[dict[str, Any]] = []
+    for number, (access, image) in enumerate(zip(machine.disks, resources.images, strict=True)):
+        nodes += [image, qemu_disks.top(number, image["node-name"], access == "ro")]
+        block = {"driver": "virtio-blk-device", "id": f"vd{number}", "drive": f"disk{number}", "werror": "report"}
+        devices.append(block)
     netdev: list[str] = []
-    if config.tap_fd is not None:
-        netdev = ["-netdev", _json({"type": "tap", "id": "net0", "fd": str(config.tap_fd)})]
-        devices.append({"driver": "virtio-net-device", "netdev": "net0", "id": "eth0", "mac": config.mac})
+    if resources.tap is not None:
+        netdev = ["-netdev", _json({"type": "tap", "id": "net0", "fd": str(resources.tap)})]
+        devices.append({"driver": "virtio-net-device", "netdev": "net0", "id": "eth0"} | ({"mac": mac} if mac else {}))
     devices.append({"driver": "virtio-rng-device", "id": "rng0"})
     devices.append(
         {
@@ -95,16 +139,17 @@ def arguments(
             "deflate-on-oom": True,
         }
     )
+    # Without a PIC, because a stray interrupt of it looks like a division by zero to an early kernel. Without merging
+    # of equal pages, by whose timing one guest could find out what another has in its memory.
+    board = "microvm,acpi=on,rtc=on,isa-serial=on,pit=off,pic=off,suppress-vmdesc=on,mem-merge=off,memory-backend=ram"
     return [
-        *("-name", f"guest={config.name}"),
-        # Without a PIC, because a stray interrupt of it looks like a division by zero to an early kernel.
-        *("-machine", "microvm,acpi=on,rtc=on,isa-serial=on,pit=off,pic=off,suppress-vmdesc=on,memory-backend=ram"),
+        *("-name", f"guest={name}"),
+        *("-machine", board),
         *("-accel", "kvm" if accelerator == "kvm" else f"tcg,tb-size={TRANSLATION_CACHE},thread=multi"),
         *("-cpu", "host" if accelerator == "kvm" else "max"),
-        *("-smp", str(config.shape.vcpus)),
-        *("-m", f"size={config.shape.memory}M"),
-        # Private to this process, so that pages the guest gives back are nobody else's.
-        *("-object", _json({"qom-type": "memory-backend-ram", "id": "ram", "size": memory, "share": False})),
+        *("-smp", str(machine.vcpus)),
+        *("-m", f"size={machine.memory}M"),
+        *("-object", _json(memory)),
         *("-nodefaults", "-no-user-config", "-no-reboot"),
         *("-display", "none"),
         # The console is standard output, which is bounded; standard input is /dev/null.
@@ -112,12 +157,10 @@ def arguments(
         *("-chardev", f"socket,id=monitor,fd={resources.monitor},server=on,wait=off"),
         *("-mon", "chardev=monitor,mode=control"),
         *resources.descriptor_sets,
-        *(part for disk in resources.disks for part in ("-blockdev", _json(disk))),
+        *(part for number in range(len(machine.disks)) for part in ("-object", _json(qemu_disks.group(number)))),
+        *(part for node in nodes for part in ("-blockdev", _json(node))),
         *netdev,
         *(part for device in devices for part in ("-device", _json(device))),
-        *("-kernel", f"/proc/self/fd/{resources.kernel}"),
-        *("-initrd", f"/proc/self/fd/{resources.initramfs}"),
-        *("-append", command_line),
         *("-sandbox", "on,obsolete=deny,elevateprivileges=deny,spawn=deny,resourcecontrol=deny"),
     ]
 

@@ -1,6 +1,8 @@
 //! `/init` of the guests of the conformance suites. It does what `test=` on the kernel command line says, and reports on
 //! the console in lines that begin with `guest:`. Built by `rustc` alone, statically.
 
+mod mailbox;
+
 use std::ffi::{CString, c_char, c_int, c_ulong, c_void};
 use std::fs::{self, File};
 use std::io::Write;
@@ -53,6 +55,10 @@ fn main() {
             }
         }
         Some("poweroff") => power_off(),
+        Some("mailbox") => {
+            load_modules();
+            mailbox::serve(number(&line, "buffer=").unwrap_or(32));
+        }
         Some("farewell") => {
             sleep(Duration::from_secs(1));
             power_off();
@@ -64,6 +70,10 @@ fn main() {
     loop {
         sleep(Duration::from_secs(3600));
     }
+}
+
+fn number(line: &str, name: &str) -> Option<u64> {
+    line.split_whitespace().find_map(|word| word.strip_prefix(name))?.parse().ok()
 }
 
 fn say(text: &str) {

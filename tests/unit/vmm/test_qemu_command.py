@@ -11,8 +11,19 @@ import pytest
 
 from aenv.errors import VmmFailed
 from aenv.model import KernelImage, MachineShape
-from aenv.vmm.interface import BootConfig
-from aenv.vmm.qemu_command import COMMAND_LINE_LIMIT, Resources, arguments, check, kernel_command_line
+from aenv.vmm.interface import BootConfig, MachineClass
+from aenv.vmm.qemu_command import (
+    COMMAND_LINE_LIMIT,
+    Resources,
+    check,
+    check_mac,
+    hardware,
+    kernel_command_line,
+    memory_to_come,
+    own_memory,
+    waiting,
+)
+from aenv.vmm.qemu_disks import placeholder
 
 NOWHERE = Path("/nowhere")
 CONFIG = BootConfig(
@@ -32,9 +43,21 @@ def changed(**changes: Any) -> BootConfig:
     return msgspec.structs.replace(CONFIG, **changes)
 
 
-def line(config: BootConfig = CONFIG, accelerator: Literal["kvm", "tcg"] = "tcg", disks: int = 0) -> list[str]:
-    nodes = [{"driver": "raw", "node-name": f"disk{number}"} for number in range(disks)]
-    return arguments(config, Resources(3, 4, 5, nodes, ["-add-fd", "fd=9,set=0"]), accelerator, "console=ttyS0")
+MACHINE = MachineClass(vcpus=2, memory=512, disks=("rw", "ro"), network=True)
+BARE = MachineClass(vcpus=2, memory=512, disks=(), network=False)
+
+
+def line(
+    machine: MachineClass = MACHINE, accelerator: Literal["kvm", "tcg"] = "tcg", prepared: bool = False
+) -> list[str]:
+    """Of a machine that boots, or one that waits."""
+    if prepared:
+        images = [placeholder(f"disk{number}-a", access == "ro") for number, access in enumerate(machine.disks)]
+        resources = Resources(3, 7 if machine.network else None, images)
+        return [*hardware("guest", machine, memory_to_come(512 << 20, 11), resources, accelerator), *waiting()]
+    images = [{"driver": "raw", "node-name": f"disk{number}-a"} for number in range(len(machine.disks))]
+    resources = Resources(4, 8 if machine.network else None, images, ["-add-fd", "fd=9,set=0"])
+    return hardware("guest", machine, own_memory(512 << 20), resources, accelerator, CONFIG.mac)
 
 
 def values(arguments: list[str], option: str) -> list[str]:
@@ -55,20 +78,44 @@ def test_accelerators() -> None:
 
 
 def test_devices_come_in_a_fixed_order() -> None:
-    made = line(changed(tap_fd=7), disks=2)
-    devices = [msgspec.json.decode(it) for it in values(made, "-device")]
+    devices = [msgspec.json.decode(it) for it in values(line(), "-device")]
     assert [it["driver"].removesuffix("-device") for it in devices] == [
         *("virtio-blk", "virtio-blk", "virtio-net", "virtio-rng", "virtio-balloon")
     ]
     assert [it.get("drive") for it in devices[:2]] == ["disk0", "disk1"]
     assert devices[2]["mac"] == CONFIG.mac
-    assert msgspec.json.decode(values(made, "-netdev")[0]) == {"type": "tap", "id": "net0", "fd": "7"}
-    assert not values(line(), "-netdev")
+    assert msgspec.json.decode(values(line(), "-netdev")[0]) == {"type": "tap", "id": "net0", "fd": "8"}
+    assert not values(line(BARE), "-netdev")
+
+
+@pytest.mark.parametrize("machine", [MACHINE, BARE])
+def test_a_machine_that_waits_is_the_same_as_one_that_boots(machine: MachineClass) -> None:
+    booted, prepared = line(machine), line(machine, prepared=True)
+    for option in ("-machine", "-accel", "-cpu", "-smp", "-m"):
+        assert values(booted, option) == values(prepared, option)
+    mac = f',"mac":"{CONFIG.mac}"'
+    assert [it.replace(mac, "") for it in values(booted, "-device")] == values(prepared, "-device")
+    assert [msgspec.json.decode(it)["id"] for it in values(booted, "-object")] == [
+        msgspec.json.decode(it)["id"] for it in values(prepared, "-object")
+    ]
+    assert "-S" in prepared, "or it would run by itself"
+    assert values(prepared, "-incoming") == ["defer"]
+
+
+def test_disks_can_be_exchanged_below_their_devices() -> None:
+    nodes = [msgspec.json.decode(it) for it in values(line(), "-blockdev")]
+    assert [it["node-name"] for it in nodes] == ["disk0-a", "disk0", "disk1-a", "disk1"]
+    assert [it["file"] for it in nodes[1::2]] == ["disk0-a", "disk1-a"]
+    assert [it["read-only"] for it in nodes[1::2]] == [False, True]
+    assert [it["throttle-group"] for it in nodes[1::2]] == ["limit0", "limit1"]
 
 
 def test_memory_is_private() -> None:
     memory = msgspec.json.decode(values(line(), "-object")[0])
     assert memory == {"qom-type": "memory-backend-ram", "id": "ram", "size": 512 << 20, "share": False}
+    memory = msgspec.json.decode(values(line(prepared=True), "-object")[0])
+    assert (memory["mem-path"], memory["share"], memory["size"]) == ("/proc/self/fd/11", False, 512 << 20)
+    assert "mem-merge=off" in values(line(), "-machine")[0].split(",")
 
 
 def test_the_sandbox_is_on() -> None:
@@ -79,25 +126,24 @@ def test_the_sandbox_is_on() -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("changes", "cause"),
-    [
-        ({"name": ""}, "name"),
-        ({"name": "a,process=b"}, "name"),
-        ({"name": "a" * 65}, "name"),
-        ({"name": "-h"}, "name"),
-        ({"shape": MachineShape(0, 512, 0)}, "0 vCPUs"),
-        ({"shape": MachineShape(1, 63, 0)}, "63 MiB"),
-        ({"shape": MachineShape(1, 1 << 21, 0)}, "MiB"),
-        ({"tap_fd": 3, "mac": "02:FC:00:00:00:05"}, "MAC"),
-        ({"tap_fd": 3, "mac": "02:fc:00:00:00:05\n"}, "MAC"),
-        ({"tap_fd": 3, "mac": ""}, "MAC"),
-    ],
-)
-def test_what_qemu_would_misread_is_refused(changes: dict[str, Any], cause: str) -> None:
-    check(CONFIG)
+@pytest.mark.parametrize("name", ["", "a,process=b", "a" * 65, "-h", "a\n"])
+def test_names_that_qemu_would_misread_are_refused(name: str) -> None:
+    check("sandbox-1", MACHINE)
+    with pytest.raises(VmmFailed, match="cannot be the name"):
+        check(name, MACHINE)
+
+
+@pytest.mark.parametrize(("vcpus", "memory", "cause"), [(0, 512, "0 vCPUs"), (1, 63, "63 MiB"), (1, 1 << 21, "MiB")])
+def test_impossible_machines_are_refused(vcpus: int, memory: int, cause: str) -> None:
     with pytest.raises(VmmFailed, match=cause):
-        check(changed(**changes))
+        check("sandbox-1", msgspec.structs.replace(MACHINE, vcpus=vcpus, memory=memory))
+
+
+@pytest.mark.parametrize("mac", ["02:FC:00:00:00:05", "02:fc:00:00:00:05\n", ""])
+def test_strange_hardware_addresses_are_refused(mac: str) -> None:
+    check_mac(CONFIG.mac)
+    with pytest.raises(VmmFailed, match="MAC"):
+        check_mac(mac)
 
 
 def test_a_command_line_that_the_kernel_would_cut_is_refused() -> None:
