@@ -23,6 +23,9 @@ use crate::crew::blocking;
 /// Chains kept open although nobody uses them.
 const KEPT_CHAINS: usize = 32;
 
+/// From `linux/magic.h`.
+const TMPFS: rustix::fs::FsWord = 0x0102_1994;
+
 /// What tells a file from another one under the same path.
 type Identity = (u64, u64, u64);
 
@@ -117,8 +120,10 @@ fn identity(metadata: &std::fs::Metadata) -> Identity {
 struct LayerFile {
     file: File,
     size: u64,
-    /// The file system does not tell what is in memory.
-    always_waits: AtomicBool,
+    /// Whether the file system can tell what is in memory.
+    tells: AtomicBool,
+    /// The file system is memory.
+    never_waits: bool,
 }
 
 impl LayerFile {
@@ -132,32 +137,29 @@ impl LayerFile {
             ));
         }
         Ok(LayerFile {
-            file,
             size: metadata.len(),
-            always_waits: AtomicBool::new(false),
+            tells: AtomicBool::new(true),
+            never_waits: rustix::fs::fstatfs(&file).is_ok_and(|fs| fs.f_type == TMPFS),
+            file,
         })
     }
 
     /// Bytes that could be read without waiting.
     fn read_ready(&self, buf: &mut [u8], offset: u64) -> usize {
-        if self.always_waits.load(Relaxed) {
-            return 0;
+        let read = if self.never_waits {
+            rustix::io::pread(&self.file, buf, offset)
+        } else if self.tells.load(Relaxed) {
+            let mut slices = [IoSliceMut::new(buf)];
+            let flags = ReadWriteFlags::NOWAIT;
+            rustix::io::preadv2(self.file.as_fd(), &mut slices, offset, flags)
+        } else {
+            Ok(0)
+        };
+        if read == Err(Errno::OPNOTSUPP) {
+            self.tells.store(false, Relaxed);
         }
-        let mut slices = [IoSliceMut::new(buf)];
-        match rustix::io::preadv2(
-            self.file.as_fd(),
-            &mut slices,
-            offset,
-            ReadWriteFlags::NOWAIT,
-        ) {
-            Ok(count) => count,
-            Err(Errno::OPNOTSUPP) => {
-                self.always_waits.store(true, Relaxed);
-                0
-            }
-            // What is really wrong shows in the read that waits.
-            Err(_) => 0,
-        }
+        // What is really wrong shows in the read that waits.
+        read.unwrap_or(0)
     }
 }
 

@@ -13,7 +13,7 @@ serve: the daemon
   --control PATH    Unix socket for the control plane (created, mode 0600)
   --holder PATH     Unix socket of the process that keeps the mount alive (default: <state>/holder); it is
                     started if none listens
-  --workers N       threads that serve requests (default: one per processor, at least 4)
+  --workers N       threads that are free to serve requests (default: one per processor, 2 to 16)
 
 holder: keeps descriptors while the daemon is being replaced
   --socket PATH     Unix socket (created, mode 0600)

@@ -22,8 +22,8 @@ use crate::holder::{Holder, Kept};
 use crate::log;
 use crate::options::Serve;
 
-/// Workers on small machines: slow storage must not be able to occupy all of them too easily.
-const MIN_WORKERS: usize = 4;
+/// Free workers on small and on large machines.
+const WORKERS: std::ops::RangeInclusive<usize> = 2..=16;
 
 /// From `linux/prctl.h`.
 const PR_SET_IO_FLUSHER: libc::c_int = 57;
@@ -54,7 +54,9 @@ pub fn run(options: &Serve) -> Result<(), String> {
     attach
         .serve(
             connection,
-            options.workers.unwrap_or(processors.max(MIN_WORKERS)),
+            options
+                .workers
+                .unwrap_or(processors.clamp(*WORKERS.start(), *WORKERS.end())),
         )
         .map_err(say("serve the mount", &mount))?;
     let leaving = Arc::new(AtomicBool::new(false));

@@ -14,7 +14,7 @@ pub struct Load {
     pub block: usize,
     depth: usize,
     random: bool,
-    write: bool,
+    pub write: bool,
 }
 
 pub const ALL: &[Load] = &[
@@ -89,7 +89,7 @@ impl Samples {
         let count = self.latencies.len();
         let at = |p: f64| f64::from(self.latencies[((count - 1) as f64 * p) as usize]) / 1e3;
         println!(
-            "{:18} {:8} {:>8} {:>8.1} {:>8.1} {:>8.1} {:>9.0} {:>8.0} {:>7.2}",
+            "{:18} {:10} {:>8} {:>8.1} {:>8.1} {:>8.1} {:>9.0} {:>8.0} {:>7.2}",
             load.name,
             subject,
             count,
@@ -106,7 +106,6 @@ impl Samples {
 impl Load {
     /// One round on `path`.
     pub fn run(&self, path: &Path, size: u64, time: Duration, samples: &mut Samples) {
-        let path = path.join(if self.write { "disk" } else { "image" });
         let file = OpenOptions::new()
             .read(true)
             .write(self.write)

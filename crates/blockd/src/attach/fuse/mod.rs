@@ -35,7 +35,7 @@ pub use mount::{canonical, remove as remove_mount};
 use self::abi::{notify, Negotiated, Request, IN_HEADER, OUT_HEADER, ROOT, WRITE_HEADER};
 use self::session::{Answer, Session};
 use super::{Attach, Disk, Shape};
-use crate::crew::Crew;
+use crate::crew::{Crew, Worker};
 use crate::log;
 
 /// Most bytes one request reads or writes.
@@ -162,12 +162,12 @@ impl FuseAttach {
             .set(queues.clone())
             .map_err(|_| io::Error::other("this table is served already"))?;
         let session = self.session.clone();
-        let crew = Crew::start("fuse", workers.max(1), MAX_WORKERS, move |number, crew| {
-            let queue = queues[number % queues.len()].as_fd();
-            if let Err(error) = work(queue, &session, crew) {
+        let crew = Crew::start("fuse", workers.max(1), MAX_WORKERS, move |worker| {
+            let queue = queues[worker.number % queues.len()].as_fd();
+            if let Err(error) = work(queue, &session, worker) {
                 log::error(
                     "a worker of the mount ended",
-                    json!({ "worker": number, "cause": error.to_string() }),
+                    json!({ "worker": worker.number, "cause": error.to_string() }),
                 );
             }
         })?;
@@ -252,19 +252,20 @@ impl Attach for FuseAttach {
 }
 
 /// Body of a worker.
-fn work(queue: BorrowedFd<'_>, session: &Session, crew: &Crew) -> io::Result<()> {
+fn work(queue: BorrowedFd<'_>, session: &Session, worker: &Worker) -> io::Result<()> {
     let mut input = Buffer::new(WRITE_HEADER, MAX_IO)?;
     let mut output = Buffer::new(OUT_HEADER, MAX_IO)?;
     loop {
         let Some(len) = read_request(queue, &mut input)? else {
             return Ok(());
         };
+        worker.busy();
         let (unique, answer) = match Request::decode(&input.message()[..len]) {
             Ok(request) => (request.unique, session.serve(&request, output.payload())),
             Err(malformed) => (malformed.unique, Answer::Error(libc::EIO)),
         };
         send(queue, unique, &answer, &mut output)?;
-        if crew.surplus() {
+        if worker.idle() {
             return Ok(());
         }
     }
