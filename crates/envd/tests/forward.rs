@@ -4,18 +4,21 @@ mod common;
 
 use common::*;
 use std::io::{ErrorKind, Read, Write};
-use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::net::{Ipv4Addr, SocketAddr, TcpListener, TcpStream};
 use std::process::Command;
 
-/// Stands for the outside address of a guest; all of 127.0.0.0/8 is local.
-const OUTSIDE: [u8; 4] = [127, 0, 0, 77];
-
-fn agent() -> Agent {
+/// An agent, and an address of its own that stands for the outside one of a guest: all of 127.0.0.0/8
+/// is local, and agents must not serve each other's ports.
+fn agent(last: u8) -> (Agent, Ipv4Addr) {
+    let outside = Ipv4Addr::new(127, 0, 0, last);
     let command = Command::new(env!("CARGO_BIN_EXE_aenv-envd"));
-    Agent::launch(
-        command,
-        &["--address", "127.0.0.77"],
-        tempfile::tempdir().unwrap(),
+    (
+        Agent::launch(
+            command,
+            &["--address", &outside.to_string()],
+            tempfile::tempdir().unwrap(),
+        ),
+        outside,
     )
 }
 
@@ -35,8 +38,8 @@ fn serve(listener: TcpListener, name: &'static str) {
     });
 }
 
-fn ask(port: u16, what: &[u8; 4]) -> std::io::Result<String> {
-    let mut stream = TcpStream::connect(SocketAddr::from((OUTSIDE, port)))?;
+fn ask(outside: Ipv4Addr, port: u16, what: &[u8; 4]) -> std::io::Result<String> {
+    let mut stream = TcpStream::connect(SocketAddr::from((outside, port)))?;
     stream.set_read_timeout(Some(PATIENCE))?;
     stream.write_all(what)?;
     let mut answer = String::new();
@@ -46,21 +49,21 @@ fn ask(port: u16, what: &[u8; 4]) -> std::io::Result<String> {
 
 #[test]
 fn loopback_servers_are_reachable_while_they_run() {
-    let _agent = agent();
+    let (_agent, outside) = agent(77);
     let inside = TcpListener::bind("127.0.0.1:0").unwrap();
     let port = inside.local_addr().unwrap().port();
     serve(inside, "one");
     eventually("the second attempt is answered", || {
-        ask(port, b"more").ok().filter(|a| a == "one")
+        ask(outside, port, b"more").ok().filter(|a| a == "one")
     });
-    assert_eq!(ask(port, b"last").unwrap(), "one");
+    assert_eq!(ask(outside, port, b"last").unwrap(), "one");
     // Its successor may listen everywhere, soon after.
     let everywhere = eventually("the port is free again", || {
         TcpListener::bind(("0.0.0.0", port)).ok()
     });
     serve(everywhere, "two");
-    assert_eq!(ask(port, b"last").unwrap(), "two");
-    eventually("nobody is left", || match ask(port, b"more") {
+    assert_eq!(ask(outside, port, b"last").unwrap(), "two");
+    eventually("nobody is left", || match ask(outside, port, b"more") {
         Err(e)
             if [ErrorKind::ConnectionRefused, ErrorKind::ConnectionReset].contains(&e.kind()) =>
         {
@@ -72,7 +75,7 @@ fn loopback_servers_are_reachable_while_they_run() {
 
 #[test]
 fn large_answers_pass_in_both_directions() {
-    let _agent = agent();
+    let (_agent, outside) = agent(78);
     let inside = TcpListener::bind("127.0.0.1:0").unwrap();
     let port = inside.local_addr().unwrap().port();
     std::thread::spawn(move || {
@@ -84,7 +87,7 @@ fn large_answers_pass_in_both_directions() {
         }
     });
     let mut stream = eventually("connected", || {
-        TcpStream::connect(SocketAddr::from((OUTSIDE, port))).ok()
+        TcpStream::connect(SocketAddr::from((outside, port))).ok()
     });
     let data = noise(8 << 20, 1);
     stream.write_all(&data).unwrap();
@@ -96,13 +99,12 @@ fn large_answers_pass_in_both_directions() {
 
 #[test]
 fn servers_that_listen_outside_are_left_alone() {
-    let _agent = agent();
+    let (_agent, outside) = agent(79);
     let inside = TcpListener::bind("127.0.0.1:0").unwrap();
     let port = inside.local_addr().unwrap().port();
-    let outside = TcpListener::bind((std::net::Ipv4Addr::from(OUTSIDE), port)).unwrap();
     serve(inside, "inside");
-    serve(outside, "outside");
+    serve(TcpListener::bind((outside, port)).unwrap(), "outside");
     for _ in 0..20 {
-        assert_eq!(ask(port, b"more").unwrap(), "outside");
+        assert_eq!(ask(outside, port, b"more").unwrap(), "outside");
     }
 }
