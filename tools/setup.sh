@@ -11,7 +11,7 @@ die() { printf 'error: %s\n' "$*" >&2; exit 1; }
 command -v apt-get >/dev/null || die "this script knows Debian and Ubuntu; on another system install the packages it names by hand"
 
 # --- packages of the distribution -------------------------------------------------------------------------------------
-packages=(qemu-system-x86 qemu-utils mmdebstrap nftables libnftables1 e2fsprogs debian-archive-keyring cpio kmod
+packages=(qemu-system-x86 qemu-utils mmdebstrap nftables libnftables1 e2fsprogs debian-archive-keyring cpio kmod libcap2-bin procps util-linux
           zstd lz4 xz-utils iproute2 ca-certificates gcc libc6-dev make git python3 python3-venv)
 missing=()
 for package in "${packages[@]}"; do
