@@ -49,6 +49,26 @@ def answers(node: TestNode, identifier: str) -> bool:
         return False
 
 
+def descriptors(node: TestNode) -> int:
+    """How many descriptors of processes and of their output the server holds."""
+    assert node.process is not None
+    command = ["ls", "-l", f"/proc/{node.process.pid}/fd"]
+    files = subprocess.run(command, capture_output=True, text=True, check=False).stdout
+    return files.count("pidfd") + files.count("memfd")
+
+
+def test_an_ended_sandbox_holds_no_descriptors(own: TestNode) -> None:
+    before = descriptors(own)
+    identifier = own.create()["sandboxID"]
+    assert descriptors(own) > before
+    own.api.delete(f"/sandboxes/{identifier}")
+    assert descriptors(own) == before
+    lost = own.create()["sandboxID"]
+    os.kill(vmms(own)[lost], signal.SIGKILL)
+    wait_until(lambda: nothing_left(own), 5, lambda: str(traces(own)))
+    wait_until(lambda: descriptors(own) == before, 5, lambda: str(descriptors(own)))
+
+
 def test_five_sandboxes_outlive_a_killed_server(own: TestNode) -> None:
     made = [own.create(timeout=300) for _ in range(5)]
     identifiers = [sandbox["sandboxID"] for sandbox in made]

@@ -7,6 +7,7 @@ import contextlib
 import fcntl
 import logging
 import os
+import resource
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -46,6 +47,9 @@ def run(settings: Settings, *, progress: Progress = print) -> None:
     if os.geteuid() != 0:
         raise SetupError("serving needs root: it creates network namespaces", remedy="sudo aenv serve")
     os.umask(0o077)
+    # A sandbox takes five descriptors; the usual soft limit, 1024, is for programs that use select(2).
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     with _prepared(settings):
         images.prepare(settings, progress)
         asyncio.run(_serve(settings, progress))

@@ -60,14 +60,14 @@ class Resources:
         await _undisturbed(claim, disk)
         record, slot = claim.result()
         boot = asyncio.create_task(self._boot(record, template, disk.result(), slot, remember))
-        await _undisturbed(boot)
-        machine = boot.result()
-        running = Running(machine, slot)
         try:
+            await _undisturbed(boot)
+            running = Running(boot.result(), slot)
             await self._introduce(record, template, running)
         except BaseException:
             # ``release`` finds the VMM through the record; this object is lost to it.
-            await machine.close()
+            if not boot.cancelled() and boot.exception() is None:
+                await boot.result().close()
             raise
         return running
 
@@ -78,7 +78,7 @@ class Resources:
             return None
         slot = await self._network.adopt(record.slot) if record.slot is not None else None
         if slot is None:
-            await machine.kill()
+            await _end(machine)
             return None
         return Running(machine, slot)
 
@@ -86,7 +86,7 @@ class Resources:
         """Give back all a sandbox has, in the order that leaves nothing dangling. Idempotent."""
         machine = running.machine if running is not None else await self._adopt_machine(record)
         if machine is not None:
-            await machine.kill()
+            await _end(machine)
         else:
             await asyncio.to_thread(kill_strays, self.directory(record.sandbox_id))
         if record.slot is not None:
@@ -159,7 +159,11 @@ class Resources:
         finally:
             os.close(tap)
         vmm = ProcessRecord(machine.record.driver, msgspec.json.encode(machine.record, enc_hook=str))
-        remember(msgspec.structs.replace(record, vmm=vmm))
+        try:
+            remember(msgspec.structs.replace(record, vmm=vmm))
+        except BaseException:
+            await _end(machine)
+            raise
         return machine
 
     async def _introduce(self, record: Sandbox, template: Template, running: Running) -> None:
@@ -191,6 +195,12 @@ class Resources:
     def _console(machine: Machine) -> str:
         tail = machine.serial_tail(CONSOLE_IN_ERROR).strip()
         return f"its console ends with:\n{tail}" if tail else "its console is empty"
+
+
+async def _end(machine: Machine) -> None:
+    """Kill a VMM, and let go of the descriptors this process has of it: its pidfd, its output, its monitor."""
+    await machine.kill()
+    await machine.close()
 
 
 def kill_strays(root: Path, keep: Collection[str] = ()) -> None:
