@@ -12,16 +12,8 @@ use lsmt::stack::Stack;
 pub fn fixtures() -> &'static Path {
     static DIR: OnceLock<PathBuf> = OnceLock::new();
     DIR.get_or_init(|| {
-        let packed = match std::env::var_os("AENV_FIXTURES") {
-            Some(dir) => PathBuf::from(dir),
-            None => Path::new(env!("CARGO_MANIFEST_DIR")).join("../../../shared/fixtures"),
-        };
-        let archive = packed.join("overlaybd-vectors.tar.zst");
-        assert!(
-            archive.exists(),
-            "{} is missing: set AENV_FIXTURES to the directory that has it",
-            archive.display()
-        );
+        let archive =
+            Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data/overlaybd-vectors.tar.zst");
         let target = Path::new(env!("CARGO_TARGET_TMPDIR")).join("overlaybd-vectors");
         if !target.exists() {
             // Unpacked beside and renamed, so that an interrupted run leaves nothing half-done.
