@@ -139,6 +139,15 @@ fn map_private(file: &File, len: usize) -> *mut libc::c_void {
     map
 }
 
+/// Ends the load, also when the test fails.
+struct SetOnDrop<'a>(&'a AtomicBool);
+
+impl Drop for SetOnDrop<'_> {
+    fn drop(&mut self) {
+        self.0.store(true, SeqCst);
+    }
+}
+
 fn memory_image(node: &Node, data: &[u8]) -> std::path::PathBuf {
     open_rw(&node.disk("source", data.len() as u64))
         .write_all_at(data, 0)
@@ -167,6 +176,7 @@ fn kill_under_load_costs_nothing_but_a_moment() {
             });
         }
         let (stop, stall, requests, memory) = (&stop, &stall, &requests, &memory);
+        let _end = SetOnDrop(stop);
         scope.spawn(move || {
             requests.fetch_add(memory_load(&memory_path, memory, stop, stall), SeqCst);
         });
@@ -182,7 +192,6 @@ fn kill_under_load_costs_nothing_but_a_moment() {
             down = down.max(start.elapsed());
         }
         thread::sleep(Duration::from_millis(100));
-        stop.store(true, SeqCst);
         println!("longest time from kill to ready: {down:?}");
     });
     println!(

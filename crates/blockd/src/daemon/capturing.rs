@@ -198,8 +198,11 @@ impl Daemon {
             .map_err(Failure::io(format!("record layer {id}")))?;
         // From now on images are opened over the file.
         self.captures().remove(id);
-        self.set_phase(id, Phase::Sealed);
-        self.progress().remove(id);
+        // Who is woken by the last phase finds a layer that nothing is known of but that it is sealed.
+        let progress = self.progress().remove(id);
+        if let Some(progress) = progress {
+            progress.set(Phase::Sealed);
+        }
         Ok(())
     }
 
@@ -244,7 +247,7 @@ impl Daemon {
     pub(super) fn captured_bytes(&self, id: &str) -> Option<u64> {
         let captures = self.captures();
         let capture = captures.get(id)?.capture.as_ref()?;
-        Some(capture.bytes())
+        capture.bytes()
     }
 
     /// Whether a capture compares with this layer.

@@ -150,11 +150,12 @@ impl Daemon {
     fn tell(&self, layers: &[(String, PathBuf)], phase: &Phase) {
         let mut progress = self.progress();
         for (id, _) in layers {
-            if let Some(waiting) = progress.get(id) {
+            let waiting = match phase {
+                Phase::Sealed => progress.remove(id),
+                _ => progress.get(id).cloned(),
+            };
+            if let Some(waiting) = waiting {
                 waiting.set(phase.clone());
-            }
-            if *phase == Phase::Sealed {
-                progress.remove(id);
             }
         }
     }

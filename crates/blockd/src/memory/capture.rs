@@ -3,21 +3,19 @@
 use std::fs::OpenOptions;
 use std::io::{self, BufWriter, Write};
 use std::path::Path;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 use lsmt::commit::{commit, Elide, Options, Report};
-use lsmt::entry::{Entry, MAX_LEN, MAX_REAL_ENTRIES};
-use lsmt::header::{Identity, SECTOR};
-use lsmt::index::{Index, Origin};
+use lsmt::header::Identity;
 use lsmt::layer::Layer;
 use lsmt::source::ReadAt;
 use lsmt::stack::Stack;
 use serde::{Deserialize, Serialize};
 use uuid::Uuid;
 
-use super::live::{Live, Place};
-use super::pagemap::Pagemap;
-use super::process::{mappings, Mapping, Process};
+use super::guest::{identity as identity_index, Guest, Scan};
+use super::live::{Live, State};
+use super::process::Process;
 use super::staging::Staging;
 use super::PAGE;
 use crate::failpoint;
@@ -25,12 +23,10 @@ use crate::failure::{Failure, Result};
 
 /// Most ranges of memory in one capture.
 const MAX_RANGES: usize = 4096;
-/// Longest entry in whole pages.
-const ENTRY: u64 = MAX_LEN / (PAGE / SECTOR) * PAGE;
 
 /// A piece of guest memory in the process. All numbers are bytes in whole pages.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Range {
+pub struct Place {
     /// Address in the process.
     pub address: u64,
     pub size: u64,
@@ -47,7 +43,7 @@ pub struct Plan {
     #[serde(default)]
     pub start_time: Option<u64>,
     /// Its guest memory.
-    pub ranges: Vec<Range>,
+    pub ranges: Vec<Place>,
     /// Bytes of the memory image.
     pub virtual_size: u64,
     /// Copy everything before the call returns, so that the process may go on.
@@ -110,27 +106,22 @@ pub struct Capture {
     /// The layer, readable from the beginning.
     pub layer: Arc<Layer>,
     live: Arc<Live>,
-    /// What the memory was a private mapping of.
-    below: Arc<Stack>,
     identity: Identity,
+    /// Private memory in bytes, once it was scanned.
+    found: OnceLock<u64>,
 }
 
 impl Capture {
-    /// Finds the private pages of the process. Costs about a millisecond for each 256 MiB of memory, and with `copy` the time
-    /// to copy what was found. `plan` was checked.
+    /// Makes the memory of the process readable as a layer over `below`. Without `copy` this takes about a millisecond,
+    /// however much there is. `plan` was checked.
     pub fn start(uuid: Uuid, plan: Plan, below: Arc<Stack>) -> Result<Capture> {
         let action = || format!("capture the memory of process {}", plan.pid);
-        let process = Process::open(plan.pid, plan.start_time).map_err(Failure::io(action()))?;
-        let (index, runs) = scan(&plan, &below).map_err(Failure::io(action()))?;
-        let start_time = process.start_time();
-        let place = if plan.copy {
-            Place::Staging(
-                Staging::copy(&process, &plan.ranges, &runs).map_err(Failure::io(action()))?,
-            )
-        } else {
-            Place::Process(process, plan.ranges.clone())
+        let open = || {
+            let process = Process::open(plan.pid, plan.start_time)?;
+            Guest::open(process, &plan.ranges)
         };
-        let live = Arc::new(Live::new(plan.virtual_size, place));
+        let guest = Arc::new(open().map_err(Failure::io(action()))?);
+        let start_time = guest.process().start_time();
         let parent = below
             .layers()
             .last()
@@ -140,17 +131,42 @@ impl Capture {
             parent,
             tag: Vec::new(),
         };
+        let index = identity_index(&plan.ranges).map_err(Failure::io(action()))?;
+        let live = Arc::new(Live::new(
+            plan.virtual_size,
+            below,
+            State::Unscanned(guest.clone()),
+        ));
         let source: Arc<dyn ReadAt> = live.clone();
         let layer = Layer::new(identity.clone(), plan.virtual_size, index, vec![source])
             .map_err(Failure::lsmt("describe the captured memory"))?;
-        Ok(Capture {
+        let capture = Capture {
             plan,
             start_time,
             layer: Arc::new(layer),
             live,
-            below,
             identity,
-        })
+            found: OnceLock::new(),
+        };
+        if capture.plan.copy {
+            let copy = || {
+                let scan = capture.scan(&guest)?;
+                let staging = Staging::copy(&guest, &scan.runs)?;
+                capture
+                    .live
+                    .set(State::Copied(staging, Arc::new(scan.index)));
+                Ok(())
+            };
+            let action = format!("capture the memory of process {}", capture.plan.pid);
+            copy().map_err(Failure::io(action))?;
+        }
+        Ok(capture)
+    }
+
+    fn scan(&self, guest: &Guest) -> io::Result<Scan> {
+        let scan = guest.scan(self.live.below())?;
+        let _ = self.found.set(scan.runs.iter().map(|(_, len)| len).sum());
+        Ok(scan)
     }
 
     /// Copies all pages to a new file at `path`, and then reads from there. The process is not needed any more when this
@@ -161,6 +177,36 @@ impl Capture {
         open: impl FnOnce() -> lsmt::Result<Arc<Layer>>,
     ) -> Result<Report> {
         let action = || format!("write captured memory to {}", path.display());
+        let report = self
+            .write(path)
+            .inspect_err(|failure| self.note_loss(failure))?;
+        failpoint::hit("capture-drained");
+        let file = open().map_err(Failure::lsmt(action()))?;
+        let stack = self
+            .live
+            .below()
+            .push(file)
+            .and_then(|stack| stack.levelled())
+            .map_err(Failure::lsmt(action()))?;
+        self.live.set(State::File(Arc::new(stack)));
+        Ok(report)
+    }
+
+    fn write(&self, path: &Path) -> Result<Report> {
+        let action = || format!("write captured memory to {}", path.display());
+        let index = match &*self.live.state() {
+            State::Unscanned(guest) => {
+                let scan = self.scan(guest).map_err(Failure::io(action()))?;
+                let index = Arc::new(scan.index);
+                self.live.set(State::Scanned(guest.clone(), index.clone()));
+                index
+            }
+            State::Scanned(_, index) | State::Copied(_, index) => index.clone(),
+            State::File(_) | State::Lost(_) => {
+                return Err(Failure::conflict("this capture was finished already"))
+            }
+        };
+        failpoint::hold("scanned");
         // A file may be left from an attempt that failed.
         let file = OpenOptions::new()
             .write(true)
@@ -168,164 +214,46 @@ impl Capture {
             .truncate(true)
             .open(path)
             .map_err(Failure::io(action()))?;
+        let below = self.live.below();
         let options = Options {
             identity: self.identity.clone(),
             virtual_size: self.plan.virtual_size,
-            elide: if self.below.layers().is_empty() {
+            elide: if below.layers().is_empty() {
                 Elide::ZerosAtBottom
             } else {
-                Elide::Unchanged(&*self.below)
+                Elide::Unchanged(&**below)
             },
             ..Options::default()
         };
         let mut out = BufWriter::with_capacity(1 << 20, file);
-        let written = commit(self.layer.index(), self.layer.sources(), &options, &mut out)
-            .map_err(Failure::lsmt(action()))
-            .and_then(|report| out.flush().map(|()| report).map_err(Failure::io(action())));
-        let report = match written {
-            Ok(report) => report,
-            Err(failure) => {
-                self.note_loss(&failure);
-                return Err(failure);
-            }
-        };
-        failpoint::hit("capture-drained");
-        let file = open().map_err(Failure::lsmt(action()))?;
-        let stack = self
-            .below
-            .push(file)
-            .and_then(|stack| stack.levelled())
+        let report = commit(&index, self.layer.sources(), &options, &mut out)
             .map_err(Failure::lsmt(action()))?;
-        self.live.set(Place::File(Arc::new(stack)));
+        out.flush().map_err(Failure::io(action()))?;
         Ok(report)
     }
 
     /// If the process has ended, no page of it will ever be read again.
     fn note_loss(&self, failure: &Failure) {
-        let lost = matches!(&*self.live.place(), Place::Process(process, _) if !process.is_alive());
-        if lost {
-            self.live.set(Place::Lost(failure.message.clone()));
+        let gone = match &*self.live.state() {
+            State::Unscanned(guest) | State::Scanned(guest, _) => !guest.process().is_alive(),
+            _ => false,
+        };
+        if gone {
+            self.live.set(State::Lost(failure.message.clone()));
         }
     }
 
-    /// Bytes of private memory that were found.
-    pub fn bytes(&self) -> u64 {
-        self.layer.index().sectors().0 * SECTOR
+    /// Bytes of private memory, once they are known.
+    pub fn bytes(&self) -> Option<u64> {
+        self.found.get().copied()
     }
 
     /// Whether another attempt to write the file could succeed.
     pub fn can_retry(&self) -> bool {
-        match &*self.live.place() {
-            Place::Process(process, _) => process.is_alive(),
-            Place::Staging(_) => true,
-            Place::File(_) | Place::Lost(_) => false,
+        match &*self.live.state() {
+            State::Unscanned(guest) | State::Scanned(guest, _) => guest.process().is_alive(),
+            State::Copied(..) => true,
+            State::File(_) | State::Lost(_) => false,
         }
-    }
-}
-
-/// The index of the live layer, and its data as runs of position and length.
-fn scan(plan: &Plan, below: &Stack) -> io::Result<(Index, Vec<(u64, u64)>)> {
-    let mappings = mappings(plan.pid)?;
-    let pagemap = Pagemap::open(plan.pid)?;
-    let mut builder = Builder::default();
-    for range in &plan.ranges {
-        let mut at = range.address;
-        let end = range.address + range.size;
-        let mut next = mappings.partition_point(|mapping| mapping.end <= at);
-        while at < end {
-            let mapping = mappings.get(next).filter(|mapping| mapping.start <= at);
-            let mapping = usable(mapping, at)?;
-            let stop = end.min(mapping.end);
-            let position = |address: u64| range.offset + (address - range.address);
-            let mut seen = at;
-            pagemap.private(at..stop, &mut |found| {
-                builder.absent(position(seen)..position(found.start), mapping, below);
-                builder.data(position(found.start)..position(found.end));
-                seen = found.end;
-            })?;
-            builder.absent(position(seen)..position(stop), mapping, below);
-            at = stop;
-            next += 1;
-        }
-    }
-    builder.finish()
-}
-
-fn usable(mapping: Option<&Mapping>, at: u64) -> io::Result<&Mapping> {
-    let refuse = |reason: &str| {
-        let message = format!("the memory at {at:#x} {reason}");
-        Err(io::Error::new(io::ErrorKind::InvalidInput, message))
-    };
-    match mapping {
-        None => refuse("is not mapped"),
-        Some(mapping) if !mapping.private => {
-            refuse("is a shared mapping; only what is private to the process can be captured")
-        }
-        Some(mapping) => Ok(mapping),
-    }
-}
-
-/// Collects entries in order of their position.
-#[derive(Default)]
-struct Builder {
-    entries: Vec<Entry>,
-    runs: Vec<(u64, u64)>,
-}
-
-impl Builder {
-    fn data(&mut self, range: std::ops::Range<u64>) {
-        match self.runs.last_mut() {
-            Some((start, len)) if *start + *len == range.start => *len += range.end - range.start,
-            _ => self.runs.push((range.start, range.end - range.start)),
-        }
-        self.push(range, false);
-    }
-
-    /// Pages without content of their own show the file behind the mapping, which is the image below. Where there is no
-    /// file they are zeros, which have to hide what the image has there.
-    fn absent(&mut self, range: std::ops::Range<u64>, mapping: &Mapping, below: &Stack) {
-        if mapping.has_file || range.is_empty() {
-            return;
-        }
-        let sectors = range.start / SECTOR..range.end / SECTOR;
-        let _ = below.pieces(sectors, &mut |piece| {
-            if matches!(piece.origin, Origin::Data { .. }) {
-                // Whole pages, inside the range.
-                let from = (piece.start * SECTOR / PAGE * PAGE).max(range.start);
-                let to = (piece.end() * SECTOR).next_multiple_of(PAGE).min(range.end);
-                let from = self
-                    .entries
-                    .last()
-                    .map_or(from, |last| from.max(last.end() * SECTOR));
-                self.push(from..to, true);
-            }
-            Ok::<(), ()>(())
-        });
-    }
-
-    fn push(&mut self, range: std::ops::Range<u64>, zeroed: bool) {
-        let mut at = range.start;
-        while at < range.end {
-            let len = (range.end - at).min(ENTRY);
-            let (sector, sectors) = (at / SECTOR, len / SECTOR);
-            self.entries.push(if zeroed {
-                Entry::zeroed(sector, sectors, lsmt::entry::FIRST_SECTOR, 0)
-            } else {
-                Entry::data(sector, sectors, sector, 0)
-            });
-            at += len;
-        }
-    }
-
-    fn finish(self) -> io::Result<(Index, Vec<(u64, u64)>)> {
-        if self.entries.len() as u64 > MAX_REAL_ENTRIES {
-            let message = format!(
-                "the changed memory is in {} pieces, a layer has at most {MAX_REAL_ENTRIES}",
-                self.entries.len()
-            );
-            return Err(io::Error::new(io::ErrorKind::InvalidInput, message));
-        }
-        let index = Index::new(self.entries).map_err(io::Error::from)?;
-        Ok((index, self.runs))
     }
 }

@@ -3,53 +3,85 @@
 use std::io;
 use std::sync::{Arc, PoisonError, RwLock};
 
+use lsmt::header::SECTOR;
+use lsmt::index::{Index, Origin};
 use lsmt::source::ReadAt;
 use lsmt::stack::Stack;
 
-use super::process::Process;
+use super::guest::{read_below, Guest};
 use super::staging::Staging;
-use super::Range;
 use crate::crew::blocking;
 
-/// Answers pages of a captured layer from wherever they are. Positions are those in the image, so the index of a live layer
-/// maps every page to itself.
+/// Answers the guest memory of a capture from wherever it is. Positions are those in the image. It has an answer for every
+/// page of the guest, changed or not, because which ones are is not known in the beginning.
 pub struct Live {
     size: u64,
-    place: RwLock<Arc<Place>>,
+    below: Arc<Stack>,
+    state: RwLock<Arc<State>>,
 }
 
 /// Where pages are.
-pub enum Place {
-    /// In the frozen process, under these addresses in order of their position.
-    Process(Process, Vec<Range>),
+pub enum State {
+    /// In the frozen process; nobody has looked yet which ones.
+    Unscanned(Arc<Guest>),
+    /// In the frozen process, those that the index has as data.
+    Scanned(Arc<Guest>, Arc<Index>),
     /// In memory of ours.
-    Staging(Staging),
-    /// In the finished layer file, on top of the layers below, which have what the file left out.
+    Copied(Staging, Arc<Index>),
+    /// In the finished layer file; the stack is that layer over those below.
     File(Arc<Stack>),
     /// Nowhere any more.
     Lost(String),
 }
 
 impl Live {
-    /// Content of an image of `size` bytes.
-    pub fn new(size: u64, place: Place) -> Live {
+    /// Memory of `size` bytes over the image `below`.
+    pub fn new(size: u64, below: Arc<Stack>, state: State) -> Live {
         Live {
             size,
-            place: RwLock::new(Arc::new(place)),
+            below,
+            state: RwLock::new(Arc::new(state)),
         }
     }
 
+    /// The image below.
+    pub fn below(&self) -> &Arc<Stack> {
+        &self.below
+    }
+
     /// Moves the content. What is being read at the old place is finished there.
-    pub fn set(&self, place: Place) {
-        *self.place.write().unwrap_or_else(PoisonError::into_inner) = Arc::new(place);
+    pub fn set(&self, state: State) {
+        *self.state.write().unwrap_or_else(PoisonError::into_inner) = Arc::new(state);
     }
 
     /// Where pages are now.
-    pub fn place(&self) -> Arc<Place> {
-        self.place
+    pub fn state(&self) -> Arc<State> {
+        self.state
             .read()
             .unwrap_or_else(PoisonError::into_inner)
             .clone()
+    }
+
+    /// Reads what an index describes; `data` reads what it calls data.
+    fn read_indexed(
+        &self,
+        index: &Index,
+        buf: &mut [u8],
+        offset: u64,
+        data: impl Fn(&mut [u8], u64) -> io::Result<()>,
+    ) -> io::Result<()> {
+        let end = offset + buf.len() as u64;
+        for piece in index.pieces(offset / SECTOR..end.div_ceil(SECTOR)) {
+            let from = (piece.start * SECTOR).max(offset);
+            let to = (piece.end() * SECTOR).min(end);
+            let target = &mut buf[(from - offset) as usize..(to - offset) as usize];
+            match piece.origin {
+                Origin::Data { .. } => data(target, from)?,
+                Origin::Zero => target.fill(0),
+                Origin::Hole => read_below(&self.below, target, from)?,
+            }
+        }
+        Ok(())
     }
 }
 
@@ -57,67 +89,28 @@ impl ReadAt for Live {
     fn read_at(&self, buf: &mut [u8], offset: u64) -> io::Result<usize> {
         let len = (buf.len() as u64).min(self.size.saturating_sub(offset)) as usize;
         let buf = &mut buf[..len];
-        match &*self.place() {
+        match &*self.state() {
             // A page may be swapped out, and the process may hold locks.
-            Place::Process(process, ranges) => {
-                blocking(|| process.read(buf, &addresses(ranges, offset, len)?))?
+            State::Unscanned(guest) => {
+                blocking(|| guest.read_unscanned(buf, offset, &self.below))?;
             }
-            Place::Staging(staging) => staging.read(buf, offset)?,
-            Place::File(stack) => {
-                let got = stack.read_at(buf, offset)?;
-                buf[got..].fill(0);
+            State::Scanned(guest, index) => {
+                self.read_indexed(index, buf, offset, |target, from| {
+                    blocking(|| guest.read_private(target, from))
+                })?;
             }
-            Place::Lost(cause) => return Err(io::Error::other(cause.clone())),
+            State::Copied(staging, index) => {
+                self.read_indexed(index, buf, offset, |target, from| {
+                    staging.read(target, from)
+                })?;
+            }
+            State::File(stack) => read_below(stack, buf, offset)?,
+            State::Lost(cause) => return Err(io::Error::other(cause.clone())),
         }
         Ok(len)
     }
 
     fn size(&self) -> u64 {
         self.size
-    }
-}
-
-/// The addresses of `len` bytes at `offset` of the image.
-pub fn addresses(ranges: &[Range], offset: u64, len: usize) -> io::Result<Vec<(u64, usize)>> {
-    let mut pieces = Vec::with_capacity(1);
-    let (mut at, end) = (offset, offset + len as u64);
-    let mut next = ranges.partition_point(|range| range.offset + range.size <= offset);
-    while at < end {
-        let Some(range) = ranges.get(next).filter(|range| range.offset <= at) else {
-            return Err(io::Error::other(format!(
-                "no memory of the process belongs to position {at}"
-            )));
-        };
-        let stop = end.min(range.offset + range.size);
-        pieces.push((range.address + (at - range.offset), (stop - at) as usize));
-        at = stop;
-        next += 1;
-    }
-    Ok(pieces)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn positions_become_addresses_across_ranges() {
-        let range = |address, size, offset| Range {
-            address,
-            size,
-            offset,
-        };
-        let ranges = [
-            range(0x9000, 0x2000, 0),
-            range(0x1000, 0x1000, 0x2000),
-            range(0x50000, 0x1000, 0x8000),
-        ];
-        assert_eq!(
-            addresses(&ranges, 0x1800, 0x1000).unwrap(),
-            [(0xa800, 0x800), (0x1000, 0x800)]
-        );
-        assert_eq!(addresses(&ranges, 0x8000, 16).unwrap(), [(0x50000, 16)]);
-        assert!(addresses(&ranges, 0x2fff, 2).is_err());
-        assert!(addresses(&ranges, 0x9000, 1).is_err());
     }
 }

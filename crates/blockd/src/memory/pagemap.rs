@@ -110,6 +110,25 @@ impl Pagemap {
         Ok(())
     }
 
+    /// Looks at `count` pages from an address on, and sets `private` to what they are.
+    pub fn is_private(
+        &self,
+        address: u64,
+        count: usize,
+        private: &mut Vec<bool>,
+    ) -> io::Result<()> {
+        let mut words = [0; 8 * 256];
+        private.clear();
+        while private.len() < count {
+            let pages = (count - private.len()).min(256);
+            let bytes = &mut words[..pages * 8];
+            self.file
+                .read_exact_at(bytes, (address / PAGE + private.len() as u64) * 8)?;
+            private.extend(bytes.chunks_exact(8).map(is_private));
+        }
+        Ok(())
+    }
+
     /// The slow way.
     fn read(&self, addresses: Range<u64>, found: &mut impl FnMut(Range<u64>)) -> io::Result<()> {
         let mut bytes = vec![0; 8 * 32768];
@@ -120,8 +139,7 @@ impl Pagemap {
             self.file
                 .read_exact_at(&mut bytes[..pages * 8], at / PAGE * 8)?;
             for word in bytes[..pages * 8].chunks_exact(8) {
-                let word = u64::from_ne_bytes(word.try_into().expect("eight bytes"));
-                if word >> 62 != 0 && word >> 61 & 1 == 0 {
+                if is_private(word) {
                     match &mut open {
                         Some(range) => range.end = at + PAGE,
                         None => open = Some(at..at + PAGE),
@@ -137,6 +155,12 @@ impl Pagemap {
         }
         Ok(())
     }
+}
+
+/// Present or swapped, and neither file nor shared.
+fn is_private(word: &[u8]) -> bool {
+    let word = u64::from_ne_bytes(word.try_into().expect("eight bytes"));
+    word >> 62 != 0 && word >> 61 & 1 == 0
 }
 
 #[cfg(test)]

@@ -124,7 +124,8 @@ impl Process {
         )))
     }
 
-    fn ended(&self) -> io::Error {
+    /// The error of everything that needs the process once it has ended.
+    pub fn ended(&self) -> io::Error {
         io::Error::new(
             io::ErrorKind::NotFound,
             format!(

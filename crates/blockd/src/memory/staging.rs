@@ -6,8 +6,8 @@ use std::sync::{Mutex, PoisonError};
 
 use rustix::mm::{madvise, mmap_anonymous, munmap, Advice, MapFlags, ProtFlags};
 
-use super::process::Process;
-use super::{live, Range, PAGE};
+use super::guest::Guest;
+use super::PAGE;
 
 /// Unit in which memory is got and kept. Fits large pages.
 const CHUNK: usize = 32 << 20;
@@ -85,38 +85,36 @@ pub struct Staging {
 
 impl Staging {
     /// Copies `runs` (position and length in the image, sorted, whole pages) out of a process.
-    pub fn copy(process: &Process, ranges: &[Range], runs: &[(u64, u64)]) -> io::Result<Staging> {
+    pub fn copy(guest: &Guest, runs: &[(u64, u64)]) -> io::Result<Staging> {
         let mut staging = Staging {
             runs: Vec::with_capacity(runs.len()),
             chunks: Vec::new(),
         };
-        let total: u64 = runs.iter().map(|(_, len)| len).sum();
-        for _ in 0..total.div_ceil(CHUNK as u64) {
-            staging.chunks.push(Chunk::get()?);
-        }
-        let mut at = 0;
+        let mut total = 0;
         for (offset, len) in runs {
-            staging.runs.push((*offset, *len, at));
-            at += len;
+            staging.runs.push((*offset, *len, total));
+            total += len;
         }
         // One call of the kernel takes many short runs.
-        let mut from = 0;
-        for chunk in &mut staging.chunks {
+        let mut pieces = Vec::new();
+        for from in (0..total).step_by(CHUNK) {
             let to = (from + CHUNK as u64).min(total);
-            let mut pieces = Vec::new();
+            pieces.clear();
             let first = staging
                 .runs
                 .partition_point(|(_, len, at)| at + len <= from);
-            for (offset, len, at) in &staging.runs[first..] {
-                if *at >= to {
-                    break;
-                }
+            for (offset, len, at) in staging.runs[first..]
+                .iter()
+                .take_while(|(_, _, at)| *at < to)
+            {
                 let (start, stop) = (from.max(*at), to.min(at + len));
-                let part = (stop - start) as usize;
-                pieces.extend(live::addresses(ranges, offset + (start - at), part)?);
+                guest.addresses(offset + (start - at)..offset + (stop - at), &mut pieces)?;
             }
-            process.read(&mut chunk.bytes_mut()[..(to - from) as usize], &pieces)?;
-            from = to;
+            let mut chunk = Chunk::get()?;
+            guest
+                .process()
+                .read(&mut chunk.bytes_mut()[..(to - from) as usize], &pieces)?;
+            staging.chunks.push(chunk);
         }
         Ok(staging)
     }

@@ -1,10 +1,13 @@
 //! One running daemon in a directory of its own, for tests. Whatever happens, its mount and processes go with it.
 #![allow(dead_code)] // Each test program uses a part.
 
+pub mod frozen;
+
 use std::fs::{File, OpenOptions};
 use std::io::{BufRead, BufReader, Read, Write};
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::os::unix::net::UnixStream;
+use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
@@ -96,7 +99,8 @@ impl Node {
             .append(true)
             .open(self.dir.path().join("log"))
             .unwrap();
-        let mut child = Command::new(env!("CARGO_BIN_EXE_aenv-blockd"))
+        let mut command = Command::new(env!("CARGO_BIN_EXE_aenv-blockd"));
+        command
             .arg("serve")
             .arg("--state")
             .arg(self.state())
@@ -107,9 +111,16 @@ impl Node {
             .envs(environment.iter().copied())
             .stdin(Stdio::null())
             .stdout(Stdio::piped())
-            .stderr(log)
-            .spawn()
-            .unwrap();
+            .stderr(log);
+        // A test program that is killed must not leave its daemon behind.
+        // SAFETY: prctl with numbers is all that happens between fork and exec.
+        unsafe {
+            command.pre_exec(|| {
+                libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL);
+                Ok(())
+            });
+        }
+        let mut child = command.spawn().unwrap();
         let mut line = String::new();
         let stdout = child.stdout.take().unwrap();
         let _ = BufReader::new(stdout).read_line(&mut line);
