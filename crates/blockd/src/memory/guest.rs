@@ -128,10 +128,7 @@ impl Guest {
             let address = place.address + (first - place.offset);
             self.pagemap
                 .is_private(address, count, &mut words)
-                .map_err(|error| match self.process.is_alive() {
-                    true => error,
-                    false => self.process.ended(),
-                })?;
+                .map_err(|error| self.explain(error))?;
             // Neighbours of a kind are read together.
             let mut page = 0;
             while page < count {
@@ -155,6 +152,15 @@ impl Guest {
             }
         }
         Ok(())
+    }
+
+    /// The page map of a process that has ended fails in several ways.
+    fn explain(&self, error: io::Error) -> io::Error {
+        if self.process.is_alive() {
+            error
+        } else {
+            self.process.ended()
+        }
     }
 
     /// Cuts a range of positions at the borders of segments; `None` is what no segment has.
