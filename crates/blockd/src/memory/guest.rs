@@ -74,11 +74,13 @@ impl Guest {
                     builder.zeros(position(addresses.start)..position(addresses.end), below);
                 }
             };
-            self.pagemap.private(place.address..end, &mut |found| {
-                absent(&mut builder, seen..found.start);
-                builder.data(position(found.start)..position(found.end));
-                seen = found.end;
-            })?;
+            self.pagemap
+                .private(place.address..end, &mut |found| {
+                    absent(&mut builder, seen..found.start);
+                    builder.data(position(found.start)..position(found.end));
+                    seen = found.end;
+                })
+                .map_err(|error| self.explain(error))?;
             absent(&mut builder, seen..end);
         }
         builder.finish()
