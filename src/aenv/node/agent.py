@@ -36,10 +36,17 @@ class AgentClient:
         self._base = f"http://{address}:{PORT}"
         self._headers = {"X-Aenv-Control": control_token}
         self._address = address
-        self._make_socket = lambda: _reset_on_close(make_socket())
+        self._new_socket = make_socket
         # One connection per call: calls are rare, and a connection kept over a pause would be a stale one.
         connector = aiohttp.TCPConnector(socket_factory=lambda _: self._make_socket(), force_close=True)
         self._session = aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=CALL))
+
+    def _make_socket(self) -> socket.socket:
+        """End connections with a reset. After an orderly end the kernel would wait for the answer of a guest that may
+        be gone by then, and the waiting socket would keep the namespace of the sandbox alive for minutes."""
+        made = self._new_socket()
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        return made
 
     async def __aenter__(self) -> AgentClient:
         return self
@@ -85,16 +92,12 @@ class AgentClient:
         data = msgspec.json.encode(body)
         headers = {**self._headers, "Content-Type": "application/json"}
         try:
-            async with self._session.post(self._base + path, data=data, headers=headers) as response:
+            # No redirects: whoever answers may not choose whom we give the token to.
+            async with self._session.post(
+                self._base + path, data=data, headers=headers, allow_redirects=False
+            ) as response:
                 if response.status >= 300:
                     said = (await response.content.read(ANSWER_LIMIT)).decode("utf-8", "replace")
                     raise GuestFailed(f"the guest agent refused {path}: {response.status} {said[:300]}")
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             raise GuestFailed(f"the guest agent did not answer {path}: {error or 'timeout'}") from error
-
-
-def _reset_on_close(made: socket.socket) -> socket.socket:
-    """End connections with a reset. After an orderly end the kernel would wait for the answer of a guest that may be
-    gone by then, and the waiting socket would keep the namespace of the sandbox alive for minutes."""
-    made.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-    return made
