@@ -8,6 +8,7 @@ import signal
 import subprocess
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
@@ -171,6 +172,48 @@ def _expired(node: TestNode) -> bool:
     with sqlite3.connect(f"file:{node.home}/aenv.db?mode=ro", uri=True) as database:
         (data,) = database.execute("SELECT record FROM sandboxes").fetchone()
     return msgspec.json.decode(data, type=Sandbox).end_at.timestamp() < time.time()
+
+
+@pytest.fixture
+def small(node: TestNode, tmp_path: Path) -> Iterator[TestNode]:
+    """A node whose home has little room."""
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=24m", "small", tmp_path], check=True)
+    try:
+        home = tmp_path / "home"
+        home.mkdir()
+        for part in ("kernels", "templates"):
+            (home / part).symlink_to(node.home / part)
+        made = TestNode(home)
+        made.start()
+        yield made
+        (tmp_path / "filler").unlink(missing_ok=True)
+        made.destroy()
+    finally:
+        subprocess.run(["umount", "--lazy", tmp_path], check=True)
+
+
+def fill(file: Path) -> None:
+    """Take all the space there is on the file system of ``file``."""
+    with file.open("wb", buffering=0) as stream, pytest.raises(OSError, match="No space left"):
+        while True:
+            stream.write(bytes(4096))
+
+
+def test_a_full_disk_hurts_nobody_who_runs(small: TestNode) -> None:
+    kept, ended = (small.create(timeout=300)["sandboxID"] for _ in range(2))
+    filler = small.home.parent / "filler"
+    fill(filler)
+    refused = small.api.post("/v2/sandboxes", json={"templateID": "base"})
+    assert (refused.status_code, refused.json()["code"]) == (507, 507)
+    assert "the disk is full" in refused.json()["message"]
+    assert sorted(vmms(small)) == sorted([kept, ended]) == traces(small)["directories"]
+    small.stop(signal.SIGKILL)
+    small.start()
+    assert answers(small, kept)
+    assert small.api.delete(f"/sandboxes/{ended}").status_code == 204
+    assert list(vmms(small)) == [kept] == traces(small)["directories"]
+    filler.unlink()
+    small.api.delete(f"/sandboxes/{small.create()['sandboxID']}")
 
 
 def test_two_servers_on_one_home(own: TestNode) -> None:

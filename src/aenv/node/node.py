@@ -66,6 +66,7 @@ class Node:
         self._entries: dict[str, _Entry] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._start_slots = asyncio.Semaphore(settings.sandbox.concurrent_starts)
+        self._routing = asyncio.Lock()  # the edge must hear of changes in the order in which we decide them
         self._closing = False
 
     # --- life of the node -------------------------------------------------------------------------------------------
@@ -83,7 +84,10 @@ class Node:
 
     async def sync_routes(self) -> None:
         """Tell a new edge, or one that lived longer than we did, everything it has to know."""
-        await self._edge.replace_routes(self._route(e) for e in self._entries.values() if e.running is not None)
+        async with self._routing:
+            # One that is being ended may have lost its route a moment ago, and must not get it back.
+            entries = [e for e in self._entries.values() if e.running is not None and e.record.state != "killing"]
+            await self._edge.replace_routes(map(self._route, entries))
 
     async def close(self) -> None:
         """Stop deciding. Starts in progress are undone; running sandboxes run on and are adopted by the next start."""
@@ -117,13 +121,9 @@ class Node:
                 return await self._started(earlier)
         if len(self._entries) >= self.settings.sandbox.max_running:
             raise Unavailable(f"the node runs {len(self._entries)} sandboxes, its limit", remedy="try again later")
-        entry = _Entry(record)
-        self._entries[record.sandbox_id] = entry
-        try:
-            self._carry_out(entry, lifecycle.create(record))
-        except BaseException:
-            del self._entries[record.sandbox_id]
-            raise
+        self._store.save(record)
+        entry = self._entries[record.sandbox_id] = _Entry(record)
+        self._carry_out(entry, lifecycle.create(record))
         return await self._started(entry)
 
     def get(self, sandbox_id: str) -> Sandbox:
@@ -196,8 +196,8 @@ class Node:
                     entry.gone.set()
 
     def _save(self, entry: _Entry, record: Sandbox) -> None:
-        if record is entry.record and entry.settled.is_set():
-            return
+        if record is entry.record:
+            return  # nothing new; a start-up on a full disk depends on it
         try:
             self._store.save(record)
         except AenvError as error:
@@ -213,7 +213,8 @@ class Node:
         try:
             async with self._start_slots:
                 entry.running = await self._resources.start(record, lambda claimed: self._remember(entry, claimed))
-            await self._edge.put_route(self._route(entry))
+            async with self._routing:
+                await self._edge.put_route(self._route(entry))
             now = _now()
             self._apply(entry, lifecycle.Started(now, now + timedelta(seconds=record.timeout)))
             log.info("sandbox %s runs", record.sandbox_id)
@@ -247,7 +248,8 @@ class Node:
         while True:
             try:
                 # Traffic first: nobody may reach a guest, or wait for one, that is going away.
-                await self._edge.delete_route(sandbox_id)
+                async with self._routing:
+                    await self._edge.delete_route(sandbox_id)
                 await self._resources.release(entry.record, entry.running)
                 self._apply(entry, lifecycle.TornDown())
                 break

@@ -98,9 +98,15 @@ class Resources:
     async def _adopt_machine(self, record: Sandbox) -> Machine | None:
         if record.vmm is None:
             return None
-        return await self._driver.adopt(
-            msgspec.json.decode(record.vmm.data, type=MachineRecord, dec_hook=lambda kind, text: kind(text))
-        )
+        try:
+            described = msgspec.json.decode(record.vmm.data, type=MachineRecord, dec_hook=lambda kind, text: kind(text))
+        except msgspec.DecodeError as error:
+            # Of another release. One sandbox that cannot be taken over must not keep the node from starting.
+            log.error(
+                "the VMM of sandbox %s cannot be taken over: its record is unreadable: %s", record.sandbox_id, error
+            )
+            return None
+        return await self._driver.adopt(described)
 
     async def _make_disk(self, directory: Path, template: Template, size: int) -> Path:
         """A copy-on-write overlay over the root file system of the template; ``size`` in MiB."""
@@ -184,6 +190,7 @@ class Resources:
                     raise GuestFailed(f"the VMM ended while the guest booted; {self._console(machine)}")
                 if ready not in done:
                     raise GuestFailed(f"the guest did not answer within {limit} s; {self._console(machine)}")
+                ready.result()
                 try:
                     await agent.init(record, template.user, template.workdir, template.env)
                 except AenvError as error:

@@ -57,8 +57,9 @@ class Store:
                     f"{path} was written by a newer release (schema {version}, this one knows {SCHEMA_VERSION})",
                     remedy="upgrade AENV, or use another home",
                 )
-            self._db.executescript(_SCHEMA)
-            self._db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+            if version < SCHEMA_VERSION:  # writes, and a node must start on a full disk too
+                self._db.executescript(_SCHEMA)
+                self._db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
 
     def close(self) -> None:
         self._db.close()
@@ -119,12 +120,8 @@ class Store:
     @contextmanager
     def _transaction(self) -> Iterator[None]:
         self._db.execute("BEGIN IMMEDIATE")
-        try:
+        with self._db:  # commits, or rolls back what SQLite has not rolled back itself, a failed commit included
             yield
-        except BaseException:
-            self._db.execute("ROLLBACK")
-            raise
-        self._db.execute("COMMIT")
 
 
 def _hash(key: str) -> str:
