@@ -51,6 +51,25 @@ def test_bad_creates_are_refused(node: TestNode, body: bytes, status: int, said:
     assert re.search(said, message), message
 
 
+@pytest.mark.parametrize(
+    ("env", "said"),
+    [({"A": "x" * 128 * 1024}, "'A' is larger"), ({f"A{n}": "x" * 120_000 for n in range(5)}, "'A4' is larger")],
+)
+def test_variables_that_no_program_could_be_started_with(node: TestNode, env: dict[str, str], said: str) -> None:
+    code, message = error(node.api.post("/v2/sandboxes", json={"templateID": "base", "envVars": env}))
+    assert (code, said in message) == (400, True), message
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "br", "nonsense"])
+def test_an_encoded_body_is_refused(node: TestNode, encoding: str) -> None:
+    response = node.api.post("/v2/sandboxes", content=b"x", headers={"Content-Encoding": encoding})
+    assert error(response)[0] == 400
+
+
+def test_a_long_filter_is_understood(node: TestNode) -> None:
+    assert node.api.get("/v2/sandboxes", params={"metadata": "a%3D" + "x" * 30_000}).json() == []
+
+
 def test_an_oversize_body_is_refused(node: TestNode) -> None:
     assert error(node.api.post("/v2/sandboxes", content=b" " * (1024 * 1024 + 1)))[0] == 413
 
@@ -76,6 +95,7 @@ def test_keys(node: TestNode) -> None:
         [],
         [("X-API-Key", "e2b_" + "0" * 40)],
         [("X-API-Key", "")],
+        [(b"X-API-Key", b"\xff\xfe")],
         [("Authorization", f"Bearer {node.key}")],
         [("X-API-Key", node.key), ("X-API-Key", node.key)],
     ):

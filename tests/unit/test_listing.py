@@ -107,3 +107,9 @@ def test_a_token_of_the_other_order_is_refused() -> None:
     assert page.next_token is not None
     with pytest.raises(BadRequest, match="order"):
         listing.parse({"order": "asc", "nextToken": page.next_token})
+
+
+@pytest.mark.parametrize("text", ["0", "101", "-1", "1.0", "x", "٣", "0000000000019999", "1" * 5000])
+def test_numbers_out_of_range(text: str) -> None:
+    with pytest.raises(BadRequest, match="limit: a number from 1 to 100"):
+        listing.number(text, "limit", 100, 1, 100)

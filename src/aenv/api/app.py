@@ -38,12 +38,16 @@ def failure(status: int, message: str, headers: dict[str, str] | None = None) ->
 
 async def body(request: web.Request, kind: type[T]) -> T:
     """The request's JSON as ``kind``; an empty body counts as ``{}``. BadRequest names the field at fault."""
+    if request.headers.get("Content-Encoding", "identity") != "identity":
+        raise BadRequest("Content-Encoding: only identity is understood here")
     try:
         return msgspec.json.decode(await request.read() or b"{}", type=kind)
     except msgspec.ValidationError as error:
         raise BadRequest(f"the request body is wrong: {error}") from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise BadRequest(f"the request body is not JSON: {error}") from error
+    except web.RequestPayloadError as error:
+        raise BadRequest("the request body is not what its headers promise") from error
 
 
 @web.middleware

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import re
 from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime, timedelta
 from urllib.parse import unquote_plus
@@ -75,7 +76,7 @@ def parse_metadata(text: str | None) -> dict[str, str]:
 def number(text: str | None, name: str, default: int, least: int, most: int) -> int:
     if not text:
         return default
-    if not (text.isascii() and text.isdigit() and least <= int(text[:12]) <= most):
+    if not (re.fullmatch(r"[0-9]{1,12}", text) and least <= int(text) <= most):
         raise BadRequest(f"{name}: a number from {least} to {most}, not {text[:50]!r}")
     return int(text)
 

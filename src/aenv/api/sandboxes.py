@@ -19,6 +19,10 @@ routes = web.RouteTableDef()
 
 _IDEMPOTENCY_KEY = re.compile(r"[a-z0-9-]{1,255}")
 _ENV_NAME = re.compile(r"[^=\x00]{1,512}")
+VARIABLE_LIMIT = 128 * 1024
+"""Bytes of ``name=value`` and the zero behind it: Linux starts no program with a larger one (MAX_ARG_STRLEN)."""
+ENV_LIMIT = 512 * 1024
+"""Bytes of all variables; a quarter of what Linux allows arguments and environment together."""
 CONSOLE_LIMIT = 256 * 1024
 """Bytes of the guest's console that one call returns at most."""
 REFRESH_LIMIT = 3600
@@ -43,9 +47,15 @@ async def _create(request: web.Request, *, default_timeout: int, always_secure: 
     private = wanted.network is not None and wanted.network.allow_public_traffic is False
     if private and not secure:
         raise BadRequest("allowPublicTraffic: false needs a secure sandbox", remedy="leave `secure` out, or set it")
+    room = ENV_LIMIT
     for name, value in (wanted.env_vars or {}).items():
         if not _ENV_NAME.fullmatch(name) or "\x00" in value:
-            raise BadRequest(f"envVars: {name!r} cannot be an environment variable")
+            raise BadRequest(f"envVars: {name[:100]!r} cannot be an environment variable")
+        size = len(f"{name}={value}".encode()) + 1
+        room -= size
+        if size > VARIABLE_LIMIT or room < 0:
+            limit = f"{VARIABLE_LIMIT} bytes" if size > VARIABLE_LIMIT else f"{ENV_LIMIT} bytes with the others"
+            raise BadRequest(f"envVars: {name!r} is larger than {limit}", remedy="write it to a file of the sandbox")
     try:
         template = node.templates.get(wanted.template_id)
     except NotFound as error:

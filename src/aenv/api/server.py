@@ -32,6 +32,9 @@ log = logging.getLogger(__name__)
 EDGE_RESTART_PAUSE = 1.0
 """Seconds between two tries to bring a dead edge back."""
 
+HEADER_LIMIT = 512 * 1024
+"""Bytes of a header or of a request line; the edge refuses less than that."""
+
 Progress = Callable[[str], None]
 
 
@@ -126,7 +129,16 @@ async def _serve(settings: Settings, progress: Progress) -> None:
 
 async def _listen(app: web.Application, path: Path) -> web.AppRunner:
     path.unlink(missing_ok=True)  # the lock says that nobody else listens there
-    runner = web.AppRunner(app, handle_signals=False, access_log=None)
+    # Bodies come as they are, and headers as large as the edge lets them be: what aiohttp refuses by itself is answered
+    # in a form that clients cannot read.
+    runner = web.AppRunner(
+        app,
+        handle_signals=False,
+        access_log=None,
+        auto_decompress=False,
+        max_line_size=HEADER_LIMIT,
+        max_field_size=HEADER_LIMIT,
+    )
     await runner.setup()
     await web.UnixSite(runner, str(path), backlog=1024).start()
     return runner

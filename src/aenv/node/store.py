@@ -126,7 +126,7 @@ class Store:
 
 def _hash(key: str) -> str:
     # 160 random bits need no salt and no slow hash; equal keys being found by equality is the point.
-    return hashlib.sha256(key.encode()).hexdigest()
+    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()
 
 
 @contextmanager
