@@ -6,18 +6,17 @@ import re
 import shutil
 import time
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
 from aenv.model import MachineShape
-from aenv.vmm.interface import Disk, Machine, Prepared, Region, RestoreConfig, SavedState
+from aenv.vmm.interface import Disk, Machine, Prepared, RestoreConfig, SavedState
 from tests.conformance import capture
 from tests.conformance.machines import Lab, line
 
 MIB = 1 << 20
 DISK = 16 * MIB
-SHAPE = MachineShape(vcpus=1, memory=128, disk=0)
+SHAPE = MachineShape(vcpus=1, memory=256, disk=0)
 
 
 class Snapshot(msgspec.Struct, frozen=True):
@@ -26,6 +25,7 @@ class Snapshot(msgspec.Struct, frozen=True):
     directory: Path
     saved: SavedState
     number: int  # of the last order
+    captured: int  # bytes that are not from the image it was restored from
 
     @property
     def memory(self) -> Path:
@@ -49,9 +49,10 @@ class Guest:
         self.number = number
 
     @classmethod
-    async def boot(cls, lab: Lab, **changes: Any) -> Guest:
-        directory = _furnished(lab, None)
-        guest = cls(lab, await lab.boot("mailbox", disks=disks(directory), **changes), directory, None, 0)
+    async def boot(cls, lab: Lab, shape: MachineShape = SHAPE) -> Guest:
+        directory = furnished(lab, None)
+        machine = await lab.boot("mailbox", shape=shape, disks=disks(directory))
+        guest = cls(lab, machine, directory, None, 0)
         await guest.sum()
         return guest
 
@@ -72,16 +73,14 @@ class Guest:
         """Of memory and disk alone."""
         return re.sub(r" orders=\d+", "", await self.sum())
 
-    async def memory(self) -> tuple[Region, ...]:
-        return await self.machine.memory()
-
     async def snapshot(self) -> Snapshot:
         """Of a machine that stands still."""
         directory = _directory(self.lab)
         saved = await self.machine.save(directory / "state")
-        capture.capture(self.machine.record.pid, await self.memory(), directory / "memory", self.base)
+        regions = await self.machine.memory()
+        captured = capture.capture(self.machine.record.pid, regions, directory / "memory", self.base)
         shutil.copyfile(self.directory / "disk", directory / "disk")
-        return Snapshot(directory, saved, self.number)
+        return Snapshot(directory, saved, self.number, captured)
 
     async def pause_and_snapshot(self) -> Snapshot:
         await self.machine.pause()
@@ -91,7 +90,7 @@ class Guest:
 async def restore(lab: Lab, snapshot: Snapshot, *, run: bool = True, prepared: Prepared | None = None) -> Guest:
     """A new guest from a snapshot, with its own copy of the disk."""
     prepared = prepared or await lab.prepare(snapshot.saved.machine)
-    directory = _furnished(lab, snapshot)
+    directory = furnished(lab, snapshot)
     config = RestoreConfig(snapshot.memory, disks(directory), snapshot.state, snapshot.saved)
     machine = lab.keep(await prepared.restore(config, run=run))
     return Guest(lab, machine, directory, snapshot.memory, snapshot.number)
@@ -101,7 +100,8 @@ def disks(directory: Path) -> tuple[Disk, Disk]:
     return Disk(directory / "disk", "raw", False), Disk(directory / "mailbox", "raw", True)
 
 
-def _furnished(lab: Lab, snapshot: Snapshot | None) -> Path:
+def furnished(lab: Lab, snapshot: Snapshot | None) -> Path:
+    """A directory with the disks of a guest."""
     directory = _directory(lab)
     if snapshot is None:
         with (directory / "disk").open("xb") as disk:

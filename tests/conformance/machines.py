@@ -1,7 +1,7 @@
 """The drivers under test and the guest they run: a real kernel, and an ``/init`` that does what a test asks it to.
 
-``python -m tests.conformance.machines DRIVER CACHE`` boots the machine whose ``BootConfig`` is on standard input,
-prints its record and sleeps: a control plane to be killed.
+``python -m tests.conformance.machines KIND DRIVER CACHE`` boots the machine whose ``BootConfig`` is on standard input,
+or prepares one for a ``PrepareConfig``, prints its record and sleeps: a control plane to be killed.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -102,17 +102,24 @@ class Lab:
     async def boot(self, test: str = "ready", **changes: Any) -> Machine:
         return self.keep(await self.driver.boot(self.config(test, **changes)))
 
-    async def prepare(self, machine: MachineClass, **changes: Any) -> Prepared:
+    def preparation(self, machine: MachineClass, **changes: Any) -> PrepareConfig:
         directory = self.root / str(time.monotonic_ns())
         directory.mkdir(mode=0o700)
         config = PrepareConfig("conformance", machine, directory, tap_fd=None, netns=None, disk_limit=256 << 20)
-        prepared = await self.driver.prepare(msgspec.structs.replace(config, **changes))
+        return msgspec.structs.replace(config, **changes)
+
+    async def prepare(self, machine: MachineClass, **changes: Any) -> Prepared:
+        prepared = await self.driver.prepare(self.preparation(machine, **changes))
         self._prepared.append(prepared)
         return prepared
 
     def keep(self, machine: Machine) -> Machine:
         self._machines.append(machine)
         return machine
+
+    def forget(self, machine: Machine) -> None:
+        """It is somebody else's now."""
+        self._machines.remove(machine)
 
     async def close(self) -> None:
         for machine in self._machines:
@@ -149,23 +156,57 @@ def last(machine: Machine, pattern: str) -> re.Match[str] | None:
     return found
 
 
-def encode(value: BootConfig | MachineRecord) -> bytes:
-    return msgspec.json.encode(value, enc_hook=str)
+def open_files() -> list[str]:
+    """What this process has open, without the order and the numbers."""
+    found = []
+    for entry in Path("/proc/self/fd").iterdir():
+        try:
+            found.append(str(entry.readlink()))
+        except FileNotFoundError:  # the listing of the directory itself
+            continue
+    return sorted(found)
 
 
-def decode(data: bytes, kind: type[_Value]) -> _Value:
+async def elsewhere(
+    lab: Lab, config: BootConfig | PrepareConfig, cache: Path
+) -> tuple[MachineRecord, Callable[[], Awaitable[None]]]:
+    """Boot or prepare in another process; returns the record, and what kills that process."""
+    parent = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "tests.conformance.machines", type(config).__name__, lab.driver.name, str(cache)),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+    )
+    assert parent.stdin is not None
+    assert parent.stdout is not None
+    parent.stdin.write(msgspec.json.encode(config, enc_hook=str))
+    parent.stdin.close()
+    record = _decode(await asyncio.wait_for(parent.stdout.readline(), 60), MachineRecord)
+
+    async def kill() -> None:
+        parent.kill()
+        await parent.wait()
+
+    return record, kill
+
+
+def _decode(data: bytes, kind: type[_Value]) -> _Value:
     return msgspec.json.decode(data, type=kind, dec_hook=lambda path, text: path(text))
 
 
-async def _control_plane(driver: str, cache: Path) -> None:
+async def _control_plane(kind: str, driver: str, cache: Path) -> None:
     made = await open_driver(driver, cache)
+    data = sys.stdin.buffer.read()
+    started: Machine | Prepared
     try:
-        machine = await made.boot(decode(sys.stdin.buffer.read(), BootConfig))
+        if kind == BootConfig.__name__:
+            started = await made.boot(_decode(data, BootConfig))
+        else:
+            started = await made.prepare(_decode(data, PrepareConfig))
     except VmmFailed as error:
         sys.exit(str(error))
-    print(encode(machine.record).decode(), flush=True)
-    await machine.wait()
+    print(msgspec.json.encode(started.record, enc_hook=str).decode(), flush=True)
+    await started.wait()
 
 
 if __name__ == "__main__":
-    asyncio.run(_control_plane(sys.argv[1], Path(sys.argv[2])))
+    asyncio.run(_control_plane(sys.argv[1], sys.argv[2], Path(sys.argv[3])))

@@ -9,12 +9,10 @@ import select
 import signal
 import struct
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
@@ -22,8 +20,8 @@ import pytest
 from aenv.config import VmmSettings
 from aenv.errors import VmmFailed
 from aenv.vmm.accounts import COUNT
-from aenv.vmm.interface import BootConfig, Disk, Machine, MachineRecord
-from tests.conformance.machines import MAC, SHAPE, Lab, decode, encode, eventually, last, line
+from aenv.vmm.interface import BootConfig, Disk, Machine
+from tests.conformance.machines import MAC, SHAPE, Lab, elsewhere, eventually, last, line, open_files
 
 MIB = 1 << 20
 
@@ -211,7 +209,7 @@ async def test_a_flood_of_output_is_bounded_and_its_end_is_kept(lab: Lab) -> Non
 
 async def test_the_console_is_still_bounded_and_alive_after_nobody_looked_after_it(lab: Lab, cache: Path) -> None:
     """The control plane dies, the guest goes on printing until the bound is reached, and a new one comes."""
-    record, kill = await boot_elsewhere(lab, lab.config("flood"), cache)
+    record, kill = await elsewhere(lab, lab.config("flood"), cache)
     await kill()
 
     async def grown() -> None:
@@ -252,27 +250,8 @@ def position(pid: int) -> int:
 # --- adoption
 
 
-async def boot_elsewhere(lab: Lab, config: BootConfig, cache: Path) -> tuple[MachineRecord, Callable[[], Any]]:
-    """Boot in another process; returns the record, and what kills that process."""
-    parent = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "tests.conformance.machines", lab.driver.name, str(cache)),
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-    )
-    assert parent.stdin is not None and parent.stdout is not None
-    parent.stdin.write(encode(config))
-    parent.stdin.close()
-    record = decode(await asyncio.wait_for(parent.stdout.readline(), 60), MachineRecord)
-
-    async def kill() -> None:
-        parent.kill()
-        await parent.wait()
-
-    return record, kill
-
-
 async def test_a_machine_outlives_its_control_plane(lab: Lab, cache: Path) -> None:
-    record, kill = await boot_elsewhere(lab, lab.config("count"), cache)
+    record, kill = await elsewhere(lab, lab.config("count"), cache)
     await kill()
     machine = await lab.driver.adopt(record)
     assert machine is not None
@@ -436,17 +415,6 @@ async def test_a_boot_that_is_cancelled_leaves_nothing(lab: Lab) -> None:
             await machine.close()
         assert lab.leftovers() == [], f"after {delay} ms"
         assert open_files() == before, f"after {delay} ms"
-
-
-def open_files() -> list[str]:
-    """What this process has open, without the order and the numbers."""
-    found = []
-    for entry in Path("/proc/self/fd").iterdir():
-        try:
-            found.append(str(entry.readlink()))
-        except FileNotFoundError:  # the listing of the directory itself
-            continue
-    return sorted(found)
 
 
 # --- confinement

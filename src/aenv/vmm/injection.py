@@ -5,9 +5,9 @@ started with, ``dup3`` puts another open file under a descriptor number it alrea
 cooperate, and its seccomp filter applies to what is injected too.
 
 The main thread is stopped while it sleeps in a system call; the address and the registers of that call are borrowed,
-and it is restarted afterwards as after a signal. The kernel ties a tracer to its *thread*: an Injection must be used
-from one thread, and it blocks for a millisecond, so not from an event loop's. Should this program die halfway, the
-kernel kills the process (``PTRACE_O_EXITKILL``).
+and it is restarted afterwards as after a signal. Signals wait meanwhile. The kernel ties a tracer to its *thread*: an
+Injection must be used from one thread, and it blocks for a millisecond, so not from an event loop's. Should this
+program die halfway, the kernel kills the process (``PTRACE_O_EXITKILL``).
 
 Needs what reading the memory of the process needs: root, or the same account and no policy against it. x86-64 only.
 """
@@ -25,15 +25,16 @@ from aenv.errors import VmmFailed
 from aenv.vmm.process import Identity, start_time
 
 PATIENCE = 2.0  # seconds to find the process asleep in a system call
-STEP_LIMIT = 5.0  # seconds for one injected call
-SIGNAL_LIMIT = 16  # signals that may come in between
+STOP_LIMIT = 5.0  # seconds for it to stop when told, and for one injected call
 _PAUSE = 0.0005  # seconds between two tries
 
 _CONT, _STEP, _GETREGS, _SETREGS, _DETACH, _SEIZE, _INTERRUPT = 7, 9, 12, 13, 17, 0x4206, 0x4207
+_GETSIGMASK, _SETSIGMASK = 0x420A, 0x420B
 _EXITKILL = 0x00100000
 _WALL = 0x40000000
 _TRAP = 5  # SIGTRAP
 _EVENT_STOP = 128 << 8 | _TRAP  # the stop that _INTERRUPT causes
+_ALL_BUT_TRAP = 2**64 - 1 ^ 1 << (_TRAP - 1)
 _SYSCALL = b"\x0f\x05"
 _NO_CALL = 2**64 - 1  # in orig_rax: there is no system call to be restarted
 
@@ -74,7 +75,8 @@ class Injection:
     def __init__(self, identity: Identity) -> None:
         self._pid = identity.pid
         self._start_time = identity.start_time
-        self._signal = 0  # that came in between, to be delivered at the end
+        self._mask = ctypes.c_uint64()
+        self._signal = 0  # one that cannot be kept waiting, to be delivered at the end
 
     def __enter__(self) -> Injection:
         if platform.machine() != "x86_64":
@@ -97,6 +99,7 @@ class Injection:
     def __exit__(self, *_: object) -> None:
         # A process that died meanwhile has nothing to be let go.
         with contextlib.suppress(OSError):
+            self._ptrace(_SETSIGMASK, ctypes.sizeof(self._mask), ctypes.addressof(self._mask))
             self._ptrace(_SETREGS, data=ctypes.addressof(self._saved))
             self._ptrace(_DETACH, data=self._signal)
 
@@ -113,19 +116,25 @@ class Injection:
     def _catch(self) -> None:
         """Stop the main thread inside a system call."""
         deadline = time.monotonic() + PATIENCE
+        masked = False
         while True:
             self._ptrace(_INTERRUPT)
-            stop = self._stopped(deadline)
-            if stop == _EVENT_STOP:
-                self._saved = self._registers()
-                if self._code(self._saved.rip - 2) == _SYSCALL:
-                    return
-            # Otherwise it runs, is about to receive a signal, or was stopped by one.
+            stop = self._stopped()
+            if not masked:
+                everything = ctypes.c_uint64(_ALL_BUT_TRAP)
+                self._ptrace(_GETSIGMASK, ctypes.sizeof(self._mask), ctypes.addressof(self._mask))
+                self._ptrace(_SETSIGMASK, ctypes.sizeof(everything), ctypes.addressof(everything))
+                masked = True
+            self._saved = self._registers()
+            if stop == _EVENT_STOP and self._code(self._saved.rip - 2) == _SYSCALL:
+                return
+            # It runs, is about to receive a signal, or was stopped by one.
+            self._signal = stop if stop < 128 else 0
             if time.monotonic() > deadline:
-                with contextlib.suppress(OSError):
-                    self._ptrace(_DETACH, data=stop if stop < 128 else 0)
+                self.__exit__()
                 raise VmmFailed(f"the process {self._pid} did not sleep for {PATIENCE:g} s")
-            self._ptrace(_CONT, data=stop if stop < 128 else 0)
+            self._ptrace(_CONT, data=self._signal)
+            self._signal = 0
             time.sleep(_PAUSE)
 
     def _call(self, name: str, number: int, *arguments: int) -> int:
@@ -144,18 +153,15 @@ class Injection:
         return result
 
     def _step(self) -> None:
-        deadline = time.monotonic() + STEP_LIMIT
-        for _ in range(SIGNAL_LIMIT):
-            self._ptrace(_STEP)
-            stop = self._stopped(deadline)
-            if stop == _TRAP:
-                return
+        self._ptrace(_STEP)
+        while (stop := self._stopped()) != _TRAP:
             if stop < 128:
                 self._signal = stop
-        raise OSError(errno.EINTR, "signals do not cease")
+            self._ptrace(_STEP)
 
-    def _stopped(self, deadline: float) -> int:
+    def _stopped(self) -> int:
         """Wait for a stop: a signal number below 128, or an event. OSError if the process ends instead."""
+        deadline = time.monotonic() + STOP_LIMIT
         while True:
             # Its exit status is for whoever watches over the process, so it is looked at but not taken.
             seen = os.waitid(os.P_PID, self._pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT | os.WNOHANG | _WALL)
@@ -181,7 +187,7 @@ class Injection:
         finally:
             os.close(fd)
 
-    def _ptrace(self, request: int, data: int = 0) -> None:
-        if _libc.ptrace(request, self._pid, None, data) < 0:
+    def _ptrace(self, request: int, address: int = 0, data: int = 0) -> None:
+        if _libc.ptrace(request, self._pid, address, data) < 0:
             number = ctypes.get_errno()
             raise OSError(number, os.strerror(number))

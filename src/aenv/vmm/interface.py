@@ -221,7 +221,8 @@ class Prepared(Protocol):
         names what does not fit; this VMM has ended then, and nothing of it is left."""
 
     async def kill(self) -> None:
-        """End the process at once and wait until it has ended. Idempotent; does nothing once it is a machine."""
+        """End the process at once, wait until it has ended, and let go of it. Wanted also for one that has died by
+        itself. Idempotent; does nothing once it is a machine."""
 
     async def wait(self) -> Exit:
         """Return when the process has ended, as for a machine."""

@@ -59,7 +59,7 @@ class QemuMachine:
             if await _status(qmp) != "paused":
                 raise VmmFailed("the state of a machine that runs cannot be saved", remedy="pause it first")
             data = await _device_state(qmp)
-            return await undivided(lambda: saved_state.write(path, data, self._record))
+            return await undivided(lambda: saved_state.write(path, data, self._record), lambda _: path.unlink())
 
     async def memory(self) -> tuple[Region, ...]:
         async with self._monitor() as qmp:

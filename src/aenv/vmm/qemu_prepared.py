@@ -53,6 +53,7 @@ class QemuPrepared:
         self._address = 0
         self._loaded: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         self._used = False
+        self._became_machine = False
         process.on_exit(self._ended)
 
     @property
@@ -93,26 +94,28 @@ class QemuPrepared:
             if run:
                 await self._qmp.execute("cont")
         except BaseException as error:
-            await asyncio.shield(self.kill())
+            await asyncio.shield(self._process.kill())
             said = self._process.messages().strip()
-            await self.close()
+            await self._close()
             if isinstance(error, VmmFailed):
                 more = f"; QEMU said: {said}" if said else ""
                 raise VmmFailed(f"cannot restore: {error.message}{more}", remedy=error.remedy) from error
             raise
+        self._became_machine = True
         self._release()
         # Its kernel goes on to believe what it was told when it booted.
         record = msgspec.structs.replace(self._record, tsc_khz=config.saved.tsc_khz)
         return QemuMachine(record, self._process, self._qmp)
 
     async def kill(self) -> None:
-        await self._process.kill()
+        if not self._became_machine:
+            await self._process.kill()
+            await self._close()
 
     async def wait(self) -> Exit:
         return Exit(await self._process.wait())
 
-    async def close(self) -> None:
-        """Let go of a process that has ended."""
+    async def _close(self) -> None:
         if self._qmp is not None:
             await self._qmp.close()
         self._process.close()
@@ -140,7 +143,7 @@ class QemuPrepared:
 
     async def _bind(self, qmp: Qmp, config: RestoreConfig) -> None:
         """Give it memory and network."""
-        image = await undivided(lambda: _open_image(config.memory, self.memory_size))
+        image = await undivided(lambda: _open_image(config.memory, self.memory_size), os.close)
         try:
             memory = await self._give(qmp, "memory", image)
             tap = None if config.tap_fd is None else await self._give(qmp, "tap", config.tap_fd)

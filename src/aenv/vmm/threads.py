@@ -7,6 +7,7 @@ threads that wait for a file system.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 from collections.abc import Callable
 from typing import TypeVar
@@ -36,15 +37,16 @@ async def in_thread(work: Callable[[], _Result]) -> _Result:
     return await done
 
 
-async def undivided(work: Callable[[], _Result]) -> _Result:
+async def undivided(work: Callable[[], _Result], undo: Callable[[_Result], object] | None = None) -> _Result:
     """The same, but a cancellation takes effect only when ``work`` has come to its end: nothing it uses is taken away
-    from under it."""
+    from under it. ``undo`` then gets the result that nobody else will get."""
     task = asyncio.ensure_future(in_thread(work))
     try:
         return await asyncio.shield(task)
     except asyncio.CancelledError:
         while not task.done():
-            await asyncio.wait([task])
-        if not task.cancelled():
-            task.exception()
+            with contextlib.suppress(asyncio.CancelledError):  # once is enough
+                await asyncio.wait([task])
+        if not task.cancelled() and task.exception() is None and undo is not None:
+            undo(task.result())
         raise
