@@ -10,13 +10,15 @@ import hashlib
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
 from aenv.errors import SetupError
 
 DEFAULT_HOME = Path("/var/lib/aenv")
+
+Positive = Annotated[int, msgspec.Meta(ge=1)]
 
 
 class NetworkSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -31,27 +33,27 @@ class SandboxSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Limits and defaults of sandboxes. Times in seconds. ``concurrent_starts``: boots at the same time; more wait.
     ``on_stop``: what a stopping server does with running sandboxes; those kept are taken over by the next start."""
 
-    default_timeout: int = 300
-    max_timeout: int = 24 * 3600
-    boot_timeout: int = 60
-    max_running: int = 256
+    default_timeout: Positive = 300
+    max_timeout: Positive = 24 * 3600
+    boot_timeout: Positive = 60
+    max_running: Positive = 256
     on_stop: Literal["keep", "kill"] = "keep"
-    concurrent_starts: int = msgspec.field(default_factory=lambda: 2 * (os.cpu_count() or 1))
+    concurrent_starts: Positive = msgspec.field(default_factory=lambda: 2 * (os.cpu_count() or 1))
 
 
 class MachineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Shape of the machines of a template, unless it says otherwise. Sizes in MiB."""
 
-    vcpus: int = 1
-    memory: int = 512
-    disk: int = 4096
+    vcpus: Positive = 1
+    memory: Positive = 512
+    disk: Positive = 4096
 
 
 class VmmSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """``accelerator``: ``auto`` probes; ``kvm`` or ``tcg`` force. ``user``: the unprivileged accounts VMMs run as: a
     number is the first of 1024, one for each (none needs an entry in /etc/passwd), a name is one that all share."""
 
-    accelerator: str = "auto"
+    accelerator: Literal["auto", "kvm", "tcg"] = "auto"
     user: str = "61380"
 
 
@@ -64,7 +66,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     runtime: Path | None = None
     listen: str = "127.0.0.1:8000"
     domain: str | None = None
-    log_level: str = "info"
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
     debian_mirror: str = "http://deb.debian.org/debian"
     network: NetworkSettings = NetworkSettings()
     sandbox: SandboxSettings = SandboxSettings()
@@ -111,7 +113,10 @@ def load(
     merged |= values
     merged["home"] = str(Path(str(merged["home"])).absolute())
     try:
-        return msgspec.convert(merged, Settings, strict=False, dec_hook=_path)
+        settings = msgspec.convert(merged, Settings, strict=False, dec_hook=_path)
+        if settings.sandbox.default_timeout > settings.sandbox.max_timeout:
+            raise msgspec.ValidationError("sandbox.default_timeout is larger than sandbox.max_timeout")
+        return settings
     except msgspec.ValidationError as error:
         raise SetupError(f"a setting is wrong: {error}", remedy="docs/configuration.md lists every setting") from error
 

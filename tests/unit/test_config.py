@@ -36,6 +36,11 @@ def test_lists_in_the_environment(tmp_path: Path) -> None:
         ("[machine]\nvcpus = 'many'", "vcpus"),
         ("listen = ", "TOML"),
         ("colour = 'red'", "colour"),
+        ("log_level = 'loud'", "log_level"),
+        ("[sandbox]\nconcurrent_starts = 0", "concurrent_starts"),
+        ("[sandbox]\nmax_running = -1", "max_running"),
+        ("[sandbox]\ndefault_timeout = 100\nmax_timeout = 99", "default_timeout"),
+        ("[vmm]\naccelerator = 'xen'", "accelerator"),
     ],
 )
 def test_a_wrong_setting_is_named(tmp_path: Path, text: str, said: str) -> None:
