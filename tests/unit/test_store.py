@@ -89,5 +89,6 @@ def test_a_preset_key_is_taken_and_checked(store: Store, tmp_path: Path) -> None
     settings = Settings(home=tmp_path)
     assert keys.ensure_first_key(settings, store, "e2b_" + "a" * 40) is None
     assert store.has_key("e2b_" + "a" * 40)
+    assert not Store(tmp_path / "aenv.db").has_key("e2b_" + "a" * 40), "accepted by this process, not kept"
     with pytest.raises(BadRequest, match="AENV_API_KEY"):
         keys.ensure_first_key(settings, store, "secret")

@@ -7,7 +7,8 @@ import re
 from pathlib import Path
 
 from aenv.config import Settings
-from aenv.errors import BadRequest
+from aenv.errors import BadRequest, SetupError
+from aenv.model import new_api_key
 from aenv.node.store import Key, Store
 
 _SHAPE = re.compile(r"e2b_[0-9a-f]{32,128}")
@@ -40,7 +41,8 @@ def list_keys(settings: Settings) -> list[Key]:
 
 
 def ensure_first_key(settings: Settings, store: Store, preset: str | None) -> str | None:
-    """On the first start of a home create its first key, or take ``preset`` (``AENV_API_KEY``) as one.
+    """On the first start of a home create its first key, unless there is ``preset`` (``AENV_API_KEY``): that one is
+    accepted as long as this process lives, and no longer.
 
     Returns a key that was newly created here, to be shown once; None if there was nothing to do.
     """
@@ -49,14 +51,18 @@ def ensure_first_key(settings: Settings, store: Store, preset: str | None) -> st
             raise BadRequest(
                 "AENV_API_KEY is not a key", remedy="it has the shape e2b_ + 32 to 128 lower-case hex digits"
             )
-        store.add_key("AENV_API_KEY", preset)
-    if store.list_keys():
+        store.accept(preset)
+    if preset is not None or store.list_keys():
         return None
-    key = store.add_key("first")
+    # The file first: a key that is in the database and that nobody was told would be of no use.
+    key = new_api_key()
     file = admin_key_file(settings)
     fresh = file.with_suffix(".new")
-    descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-    with os.fdopen(descriptor, "w") as stream:
-        stream.write(key + "\n")
-    fresh.replace(file)
-    return key
+    try:
+        descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        with os.fdopen(descriptor, "w") as stream:
+            stream.write(key + "\n")
+        fresh.replace(file)
+    except OSError as error:
+        raise SetupError(f"cannot write the first API key to {file}: {error.strerror}") from error
+    return store.add_key("first", key)
