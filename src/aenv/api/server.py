@@ -9,6 +9,7 @@ import logging
 import os
 import resource
 import signal
+import stat
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AsyncExitStack, contextmanager
@@ -62,13 +63,12 @@ def run(settings: Settings, *, progress: Progress = print) -> None:
 def _prepared(settings: Settings) -> Iterator[None]:
     """Create the directories and hold the lock that makes this the only server of the home."""
     try:
-        # Others may pass through, but not list: the VMMs run under an account of their own.
-        for directory in (settings.home, settings.run):
+        (settings.home / "logs").mkdir(parents=True, exist_ok=True)
+        # Others may pass through, but not list: the VMMs run under an account of their own. What a directory that was
+        # there before allows besides that is its owner's business: the home may be /tmp.
+        for directory in (settings.home, settings.run, settings.home / "sandboxes"):
             directory.mkdir(parents=True, exist_ok=True)
-            directory.chmod(0o711)
-        for name in ("sandboxes", "logs"):
-            (settings.home / name).mkdir(exist_ok=True)
-        (settings.home / "sandboxes").chmod(0o711)
+            directory.chmod(stat.S_IMODE(directory.stat().st_mode) | 0o711)
         lock = (settings.home / "serve.lock").open("a+")
     except OSError as error:
         raise SetupError(
@@ -84,9 +84,10 @@ def _prepared(settings: Settings) -> Iterator[None]:
                 f"another server (pid {owner}) uses the home {settings.home}",
                 remedy="stop it, or choose another --home",
             ) from error
-        lock.truncate(0)
-        lock.write(str(os.getpid()))
-        lock.flush()
+        with contextlib.suppress(OSError):  # a full disk; the number only serves a message
+            lock.truncate(0)
+            lock.write(str(os.getpid()))
+            lock.flush()
         yield
 
 

@@ -31,8 +31,8 @@ class EdgeProcess:
         self._pid: int | None = None
 
     async def ensure(self) -> None:
-        """Take over the edge that runs, or start one. SetupError if the port is taken by somebody else, or if an
-        edge of this home listens somewhere else and still has sandboxes to serve."""
+        """Take over the edge that runs, or start one; one that listens at another address is replaced, and its open
+        connections break. SetupError if the port is taken by somebody else."""
         try:
             async with EdgeClient(self.control) as client:
                 status = await client.status()
