@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import threading
 import time
@@ -151,6 +152,15 @@ def test_stopping_keeps_sandboxes_and_starting_takes_them_over(own: TestNode) ->
     assert answers(own, identifier)
     own.start()
     assert own.api.get(f"/sandboxes/{identifier}").json()["state"] == "running"
+
+
+def test_a_stop_without_sandboxes_leaves_nothing_running(own: TestNode) -> None:
+    own.api.delete(f"/sandboxes/{own.create()['sandboxID']}")
+    assert own.stop() == 0
+    assert not Settings(home=own.home).run.exists()
+    with socket.create_server(("127.0.0.1", own.port)):
+        pass  # the port is free again
+    own.start()
 
 
 def test_a_sandbox_that_expires_while_no_server_runs_is_ended_at_the_start(own: TestNode) -> None:

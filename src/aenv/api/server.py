@@ -33,6 +33,9 @@ log = logging.getLogger(__name__)
 EDGE_RESTART_PAUSE = 1.0
 """Seconds between two tries to bring a dead edge back."""
 
+EDGE_END_TIMEOUT = 5.0
+"""Seconds for the edge to end at our request, which it does in milliseconds."""
+
 HEADER_LIMIT = 512 * 1024
 """Bytes of a header or of a request line; the edge refuses less than that."""
 
@@ -89,6 +92,8 @@ def _prepared(settings: Settings) -> Iterator[None]:
             lock.write(str(os.getpid()))
             lock.flush()
         yield
+        with contextlib.suppress(OSError):  # in use while sandboxes run on
+            settings.run.rmdir()
 
 
 async def _serve(settings: Settings, progress: Progress) -> None:
@@ -115,6 +120,7 @@ async def _serve(settings: Settings, progress: Progress) -> None:
         await stopping.wait()
         log.info("stopping")
         await server.cleanup()
+        edge_process.api.unlink(missing_ok=True)
         if settings.sandbox.on_stop == "kill":
             await asyncio.gather(*(node.kill(record.sandbox_id) for record in node.list()), return_exceptions=True)
         left = len(node.list())
@@ -124,8 +130,10 @@ async def _serve(settings: Settings, progress: Progress) -> None:
         if left:
             progress(f"stopped; {left} sandboxes run on, the next `aenv serve` takes them over")
         else:
-            with contextlib.suppress(Unavailable):
+            with contextlib.suppress(Unavailable, TimeoutError):
                 await edge.shutdown()
+                async with asyncio.timeout(EDGE_END_TIMEOUT):
+                    await edge_process.died()
 
 
 async def _listen(app: web.Application, path: Path) -> web.AppRunner:
