@@ -19,6 +19,7 @@ use lsmt::source::ReadAt;
 use rustix::io::{Errno, IoSliceMut, ReadWriteFlags};
 
 use crate::crew::blocking;
+use crate::origin::{Cache, Remote, RemoteSource};
 
 /// Chains kept open although nobody uses them.
 const KEPT_CHAINS: usize = 32;
@@ -37,20 +38,62 @@ struct Known {
 /// The layers of this process.
 pub struct Layers {
     known: Mutex<HashMap<PathBuf, Known>>,
+    remote: Mutex<HashMap<Remote, Weak<Layer>>>,
+    /// Where remote layers come from, if anywhere.
+    cache: Option<Arc<Cache>>,
     /// Merged indexes.
     pub chains: Arc<ChainCache>,
 }
 
-impl Default for Layers {
-    fn default() -> Layers {
+impl Layers {
+    /// No layer is open; remote ones come from `cache`.
+    pub fn new(cache: Option<Arc<Cache>>) -> Layers {
         Layers {
             known: Mutex::default(),
+            remote: Mutex::default(),
+            cache,
             chains: Arc::new(ChainCache::new(KEPT_CHAINS)),
         }
     }
-}
 
-impl Layers {
+    /// A remote layer, opened if it is not open yet.
+    pub fn open_remote(&self, remote: &Remote) -> lsmt::Result<Arc<Layer>> {
+        let io = |source| lsmt::Error::Io {
+            action: format!("open the remote layer {}", remote.digest),
+            source,
+        };
+        let Some((cache, key)) = self.cache.as_ref().zip(remote.key()) else {
+            return Err(lsmt::Error::Argument(
+                "this daemon has no origin for remote layers; start it with --origin".into(),
+            ));
+        };
+        let open =
+            |layers: &HashMap<Remote, Weak<Layer>>| layers.get(remote).and_then(Weak::upgrade);
+        if let Some(layer) = open(&self.lock_remote()) {
+            return Ok(layer);
+        }
+        let source = Arc::new(RemoteSource::open(cache, remote).map_err(io)?);
+        let layer = Arc::new(open_layer(source.clone(), LayerKey::from_digest(key))?);
+        source.opened();
+        let mut layers = self.lock_remote();
+        // Somebody else may have been faster.
+        if let Some(layer) = open(&layers) {
+            return Ok(layer);
+        }
+        layers.retain(|_, layer| layer.strong_count() > 0);
+        layers.insert(remote.clone(), Arc::downgrade(&layer));
+        Ok(layer)
+    }
+
+    /// Bytes of remote layers that are kept here.
+    pub fn cached(&self) -> u64 {
+        self.cache.as_ref().map_or(0, |cache| cache.used())
+    }
+
+    fn lock_remote(&self) -> MutexGuard<'_, HashMap<Remote, Weak<Layer>>> {
+        self.remote.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     /// The layer in the file at `path`, opened if it is not open yet. The file may be compressed or wrapped in a tar
     /// archive. Layer files never change.
     pub fn open(&self, path: &Path) -> lsmt::Result<Arc<Layer>> {
@@ -206,7 +249,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("layer");
         layer_file(&path);
-        let layers = Layers::default();
+        let layers = Layers::new(None);
         let one = layers.open(&path).unwrap();
         assert!(Arc::ptr_eq(&one, &layers.open(&path).unwrap()));
         assert_eq!(layers.count(), 1);

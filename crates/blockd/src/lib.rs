@@ -12,6 +12,7 @@ pub mod layers;
 pub mod log;
 pub mod memory;
 pub mod options;
+pub mod origin;
 pub mod progress;
 pub mod serve;
 pub mod table;

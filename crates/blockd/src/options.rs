@@ -13,6 +13,8 @@ serve: the daemon
   --control PATH    Unix socket for the control plane (created, mode 0600)
   --holder PATH     Unix socket of the process that keeps the mount alive (default: <state>/holder); it is
                     started if none listens
+  --origin PATH     Unix socket that answers byte ranges of remote layers (default: there are none)
+  --cache-bytes N   what may be kept of remote layers (default: 10737418240)
   --workers N       threads that are free to serve requests (default: one per processor, 2 to 16)
 
 holder: keeps descriptors while the daemon is being replaced
@@ -28,6 +30,8 @@ pub struct Serve {
     pub mount: PathBuf,
     pub control: PathBuf,
     pub holder: PathBuf,
+    pub origin: Option<PathBuf>,
+    pub cache_bytes: u64,
     pub workers: Option<usize>,
 }
 
@@ -46,7 +50,8 @@ pub fn parse(args: impl IntoIterator<Item = OsString>) -> Result<Command, String
     let mut parser = lexopt::Parser::from_args(args);
     let mut command = None;
     let (mut state, mut mount, mut control, mut holder) = (None, None, None, None);
-    let (mut socket, mut workers) = (None, None);
+    let (mut socket, mut workers, mut origin) = (None, None, None);
+    let mut cache_bytes = 10 << 30;
     while let Some(arg) = parser.next().map_err(|e| e.to_string())? {
         let path = |parser: &mut lexopt::Parser| {
             parser.value().map(PathBuf::from).map_err(|e| e.to_string())
@@ -63,6 +68,11 @@ pub fn parse(args: impl IntoIterator<Item = OsString>) -> Result<Command, String
             Long("control") => control = Some(path(&mut parser)?),
             Long("holder") => holder = Some(path(&mut parser)?),
             Long("socket") => socket = Some(path(&mut parser)?),
+            Long("origin") => origin = Some(path(&mut parser)?),
+            Long("cache-bytes") => {
+                let value = parser.value().map_err(|e| e.to_string())?;
+                cache_bytes = value.parse().map_err(|e| e.to_string())?;
+            }
             Long("workers") => {
                 let value = parser.value().map_err(|e| e.to_string())?;
                 let number: usize = value.parse().map_err(|e| e.to_string())?;
@@ -84,6 +94,8 @@ pub fn parse(args: impl IntoIterator<Item = OsString>) -> Result<Command, String
                 control: need(control, "--control")?,
                 holder: holder.unwrap_or_else(|| state.join("holder")),
                 state,
+                origin,
+                cache_bytes,
                 workers,
             }))
         }

@@ -21,6 +21,8 @@ use crate::daemon::{self, Daemon};
 use crate::holder::{Holder, Kept};
 use crate::log;
 use crate::options::Serve;
+use crate::origin::http::HttpOrigin;
+use crate::origin::Cache;
 
 /// Free workers on small and on large machines.
 const WORKERS: std::ops::RangeInclusive<usize> = 2..=16;
@@ -47,7 +49,17 @@ pub fn run(options: &Serve) -> Result<(), String> {
 
     let processors = thread::available_parallelism().map_or(2, usize::from);
     let attach = Arc::new(FuseAttach::new(&mount));
-    let daemon = Daemon::start(&state, attach.clone()).map_err(|failure| failure.message)?;
+    let cache = match &options.origin {
+        Some(path) => {
+            let origin = Box::new(HttpOrigin::new(path));
+            let directory = state.join("cache");
+            let cache = Cache::open(&directory, options.cache_bytes, origin)
+                .map_err(say("open the cache", &directory))?;
+            Some(Arc::new(cache))
+        }
+        None => None,
+    };
+    let daemon = Daemon::start(&state, attach.clone(), cache).map_err(|failure| failure.message)?;
     let connection =
         connect(&options.holder, &mount, processors).map_err(say("mount the images on", &mount))?;
     let terms = connection.terms.clone();

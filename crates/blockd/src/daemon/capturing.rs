@@ -256,6 +256,7 @@ impl Daemon {
             captured.source.layers.iter().any(|layer| match layer {
                 LayerRef::Id(other) => other == id,
                 LayerRef::Path(other) => other == path,
+                LayerRef::Remote(_) => false,
             })
         })
     }

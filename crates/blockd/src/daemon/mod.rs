@@ -7,7 +7,7 @@
 //! table-N            what exists, see [`crate::table`]
 //! images/<number>/   files of a writable image, and the layers it was sealed into
 //! layers/            layers that were not made by sealing an image
-//! ```
+//! cache/             what is here of remote layers//! ```
 //! Locks are taken in the order *changing* of an image, `slots`, `captures`, `table`, `progress`, and none is held while the kernel is told of a
 //! change or while data is written.
 
@@ -240,6 +240,12 @@ impl Daemon {
                 return Ok(layer);
             }
         }
+        if let LayerRef::Remote(remote) = name {
+            return self
+                .layers
+                .open_remote(remote)
+                .map_err(Failure::lsmt(format!("open layer {}", remote.digest)));
+        }
         let path = self.path_of(name)?;
         self.layers
             .open(&path)
@@ -253,6 +259,9 @@ impl Daemon {
                 Some(layer) => Ok(layer.path.clone()),
                 None => Err(Failure::not_found(format!("there is no layer {id}"))),
             },
+            LayerRef::Remote(remote) => {
+                Err(Failure::not_found(format!("{} has no file", remote.digest)))
+            }
         }
     }
 
@@ -356,6 +365,7 @@ fn check_layers(layers: &[LayerRef]) -> Result<()> {
                 }
             }
             LayerRef::Id(id) => check_id(id)?,
+            LayerRef::Remote(remote) => remote.check().map_err(Failure::bad_request)?,
         }
     }
     Ok(())

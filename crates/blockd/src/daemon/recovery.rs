@@ -20,6 +20,7 @@ use crate::failure::{Failure, Result};
 use crate::image::Image;
 use crate::layers::Layers;
 use crate::log;
+use crate::origin::Cache;
 use crate::table::{self, LayerRef, Record, Table};
 use crate::turnstile::Turnstile;
 
@@ -62,8 +63,12 @@ pub fn lock(directory: &Path) -> io::Result<File> {
 
 impl Daemon {
     /// Opens everything that was open before. `directory` is absolute and locked; images are attached to `attach`, which
-    /// is not serving yet.
-    pub fn start(directory: &Path, attach: Arc<FuseAttach>) -> Result<Arc<Daemon>> {
+    /// is not serving yet. Remote layers come from `cache`.
+    pub fn start(
+        directory: &Path,
+        attach: Arc<FuseAttach>,
+        cache: Option<Arc<Cache>>,
+    ) -> Result<Arc<Daemon>> {
         let table = Table::open(directory).map_err(Failure::io(format!(
             "open the table in {}",
             directory.display()
@@ -71,7 +76,7 @@ impl Daemon {
         let daemon = Arc::new(Daemon {
             directory: directory.to_owned(),
             attach,
-            layers: Layers::default(),
+            layers: Layers::new(cache),
             table: Mutex::new(table),
             slots: Mutex::new(HashMap::new()),
             progress: Mutex::new(HashMap::new()),

@@ -235,6 +235,7 @@ impl Daemon {
                 layers.iter().any(|layer| match layer {
                     LayerRef::Id(other) => other == id,
                     LayerRef::Path(other) => *other == path,
+                    LayerRef::Remote(_) => false,
                 })
             };
             let user = slots.iter().find(|(_, slot)| match slot {

@@ -70,6 +70,7 @@ pub struct StatusView {
     pub images_failed: usize,
     pub layers: usize,
     pub layers_open: usize,
+    pub cached_bytes: u64,
     pub workers: usize,
     pub requests_failed: u64,
 }
@@ -141,6 +142,7 @@ impl Daemon {
             images: images.len(),
             layers: self.table().state().layers.len(),
             layers_open: self.layers.count(),
+            cached_bytes: self.layers.cached(),
             workers: self.attach.workers(),
             requests_failed: self.attach.failures(),
         }

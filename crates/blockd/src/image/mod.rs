@@ -23,10 +23,12 @@ use crate::attach::{Disk, Seek, Shape};
 use crate::crew::blocking;
 use crate::failure::{Failure, Result};
 use crate::layers::Layers;
+use crate::origin::Remote;
 use crate::table::{Durability, LayerRef, Mode, Spec};
 
-/// Prefix of the names of layers made here, in manifests of images. Other names are absolute paths.
+/// Prefixes of the names of layers made here and of remote ones, in manifests of images. Other names are absolute paths.
 const BY_ID: &str = "id:";
+const REMOTE: &str = "remote:";
 
 /// An open image. Its operations may be called from any thread; those that change it exclude each other.
 pub struct Image {
@@ -323,13 +325,16 @@ fn to_name(layer: &LayerRef) -> String {
     match layer {
         LayerRef::Path(path) => path.to_string_lossy().into_owned(),
         LayerRef::Id(id) => format!("{BY_ID}{id}"),
+        LayerRef::Remote(remote) => format!("{REMOTE}{}", remote.to_text()),
     }
 }
 
 fn from_name(name: &str) -> LayerRef {
-    match name.strip_prefix(BY_ID) {
-        Some(id) => LayerRef::Id(id.to_owned()),
-        None => LayerRef::Path(name.into()),
+    let remote = name.strip_prefix(REMOTE).and_then(Remote::from_text);
+    match (name.strip_prefix(BY_ID), remote) {
+        (Some(id), _) => LayerRef::Id(id.to_owned()),
+        (_, Some(remote)) => LayerRef::Remote(remote),
+        _ => LayerRef::Path(name.into()),
     }
 }
 

@@ -25,6 +25,7 @@ use serde::{Deserialize, Serialize};
 
 use self::log::Log;
 use crate::failpoint;
+use crate::origin::Remote;
 
 /// Records after which a log is replaced by a shorter one when the table is opened.
 const REWRITE: u64 = 4096;
@@ -58,6 +59,8 @@ pub enum LayerRef {
     Path(PathBuf),
     /// A layer made here.
     Id(String),
+    /// A layer that is somewhere else.
+    Remote(Remote),
 }
 
 /// What an image is made of. Enough to open it again.

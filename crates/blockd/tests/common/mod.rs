@@ -25,6 +25,8 @@ const LIMIT: Duration = Duration::from_secs(240);
 
 pub struct Node {
     pub dir: TempDir,
+    /// More arguments for the daemon.
+    pub arguments: Vec<String>,
     daemon: Option<Child>,
     over: Arc<AtomicBool>,
 }
@@ -58,6 +60,7 @@ impl Node {
         });
         Node {
             dir,
+            arguments: Vec::new(),
             daemon: None,
             over,
         }
@@ -108,6 +111,7 @@ impl Node {
             .arg(self.mount())
             .arg("--control")
             .arg(self.control())
+            .args(&self.arguments)
             .envs(environment.iter().copied())
             .stdin(Stdio::null())
             .stdout(Stdio::piped())
