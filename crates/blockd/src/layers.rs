@@ -101,7 +101,7 @@ impl Layers {
             action: format!("open the layer {}", path.display()),
             source,
         };
-        let file = identity(&std::fs::metadata(path).map_err(io)?);
+        let file = identity(&regular_file(path).map_err(io)?);
         if let Some(layer) = self.find(path, file) {
             return Ok(layer);
         }
@@ -154,6 +154,18 @@ fn insert(known: &mut HashMap<PathBuf, Known>, path: &Path, file: Identity, laye
     known.insert(path.to_owned(), Known { layer, file });
 }
 
+/// Refuses what callers may name by mistake, and what would wait for somebody when it is opened.
+pub fn regular_file(path: &Path) -> io::Result<std::fs::Metadata> {
+    let metadata = std::fs::metadata(path)?;
+    if metadata.is_file() {
+        return Ok(metadata);
+    }
+    Err(io::Error::new(
+        io::ErrorKind::InvalidInput,
+        "it is not a regular file",
+    ))
+}
+
 fn identity(metadata: &std::fs::Metadata) -> Identity {
     (metadata.dev(), metadata.ino(), metadata.len())
 }
@@ -171,14 +183,8 @@ struct LayerFile {
 
 impl LayerFile {
     fn open(path: &Path) -> io::Result<LayerFile> {
+        let metadata = regular_file(path)?;
         let file = File::open(path)?;
-        let metadata = file.metadata()?;
-        if !metadata.is_file() {
-            return Err(io::Error::new(
-                io::ErrorKind::InvalidInput,
-                "it is not a regular file",
-            ));
-        }
         Ok(LayerFile {
             size: metadata.len(),
             tells: AtomicBool::new(true),

@@ -150,6 +150,29 @@ fn nonsense_is_refused_with_a_reason() {
             "{answer}"
         );
     }
+    let own = json!([{ "path": node.mount().join("a") }]);
+    let (status, answer) = node.call(
+        "PUT",
+        "/v1/images/a",
+        json!({ "layers": own, "mode": "disk", "read_only": true }),
+    );
+    assert_eq!(status, 400, "{answer}");
+    let pipe = node.dir.path().join("pipe");
+    rustix::fs::mknodat(
+        rustix::fs::CWD,
+        &pipe,
+        rustix::fs::FileType::Fifo,
+        0o600.into(),
+        0,
+    )
+    .unwrap();
+    let pipe = json!([{ "path": pipe }]);
+    let (status, answer) = node.call(
+        "PUT",
+        "/v1/images/a",
+        json!({ "layers": pipe, "mode": "disk", "read_only": true }),
+    );
+    assert_eq!(status, 400, "{answer}");
     // Nothing half-done is left of any of them.
     assert_eq!(
         node.ok("GET", "/v1/images", Value::Null)["images"],

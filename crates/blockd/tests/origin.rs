@@ -460,3 +460,62 @@ fn names_that_make_no_sense_are_refused() {
         "{answer}"
     );
 }
+
+#[test]
+fn what_a_first_start_read_can_be_fetched_before_the_next() {
+    let (node, origin) = node_with(64 * MIB);
+    let data = patterned(6, 8 * MIB);
+    let name = origin.add(layer_file(&node, "source", &data));
+    let wanted = [5 * MIB, MIB, 3 * MIB + 8192, MIB];
+    let touch = |path: &Path| {
+        let file = cold(path);
+        wanted
+            .iter()
+            .for_each(|at| assert!(read_at(&file, *at as u64, 9000) == data[*at..*at + 9000]));
+    };
+    let first = node.disk_over("first", 0, &json!([name]));
+    node.ok("POST", "/v1/images/first/trace", json!({}));
+    touch(&first);
+    let trace = node.dir.path().join("trace");
+    let saved = node.ok("POST", "/v1/images/first/trace", json!({ "save": trace }));
+    assert_eq!(
+        (&saved["records"], &saved["bytes"]),
+        (&json!(3), &json!(3 * 12_288)),
+        "{saved}"
+    );
+
+    // Another node, where nothing is yet.
+    let (other, elsewhere) = node_with(64 * MIB);
+    let bytes = origin.lock().blobs.values().next().unwrap().clone();
+    assert_eq!(elsewhere.add(bytes), name);
+    let second = other.fixed("second", "disk", &json!([name]));
+    elsewhere.requests();
+    other.ok(
+        "POST",
+        "/v1/images/second/prefetch",
+        json!({ "trace": trace }),
+    );
+    let mut fetched = Vec::new();
+    common::eventually("the prefetch is done", || {
+        fetched.extend(elsewhere.requests());
+        fetched.len() >= 3
+    });
+    // Only what is still on its way may be asked for; then all of it is here.
+    touch(&second);
+    fetched.extend(elsewhere.requests());
+    touch(&second);
+    assert_eq!(elsewhere.requests(), []);
+    assert!(fetched.len() <= 5, "{fetched:?}");
+    for (id, file) in [
+        ("none", trace.clone()),
+        ("second", node.control()),
+        ("second", "/does/not/exist".into()),
+    ] {
+        let (status, answer) = other.call(
+            "POST",
+            &format!("/v1/images/{id}/prefetch"),
+            json!({ "trace": file }),
+        );
+        assert!((400..500).contains(&status), "{answer}");
+    }
+}

@@ -1,5 +1,6 @@
 //! The calls, one by one.
 
+use std::path::PathBuf;
 use std::time::Duration;
 
 use http::{Request, Response};
@@ -11,6 +12,7 @@ use serde_json::json;
 use super::{body, no_content, told, with_body, Control, End};
 use crate::daemon::view::{LayerView, SealView};
 use crate::failure::{Failure, Result};
+use crate::image::trace;
 use crate::memory::Plan;
 use crate::progress::Phase;
 use crate::table::{Durability, LayerRef, Mode, Spec};
@@ -58,6 +60,17 @@ struct Capture {
 #[derive(Deserialize)]
 struct Resize {
     virtual_size: u64,
+}
+
+/// Without a file, recording begins; with one, it ends.
+#[derive(Deserialize)]
+struct Trace {
+    save: Option<PathBuf>,
+}
+
+#[derive(Deserialize)]
+struct Prefetch {
+    trace: PathBuf,
 }
 
 #[derive(Deserialize)]
@@ -147,6 +160,50 @@ impl Control {
             ));
         }
         Ok(with_body(http::StatusCode::OK, &SealView::from(seal)))
+    }
+
+    pub(super) async fn trace(&self, id: &str, request: Request<Incoming>) -> Answer {
+        let trace: Trace = body(request).await?;
+        let id = id.to_owned();
+        self.run(move |daemon| {
+            let image = daemon.image(&id)?;
+            let Some(path) = trace.save else {
+                image.stack()?;
+                image.recorder.start();
+                return Ok(json!({ "recording": true }));
+            };
+            daemon.off_the_mount(&path)?;
+            let records = image.recorder.stop();
+            let mut bytes = Vec::new();
+            lsmt::trace::write(&records, &mut bytes)
+                .and_then(|()| {
+                    std::fs::write(&path, &bytes).map_err(|source| lsmt::Error::Io {
+                        action: format!("write {}", path.display()),
+                        source,
+                    })
+                })
+                .map_err(Failure::lsmt(format!("save the trace of image {id}")))?;
+            let total: u64 = records.iter().map(|record| record.count).sum();
+            Ok(json!({ "recording": false, "records": records.len(), "bytes": total }))
+        })
+        .await
+    }
+
+    pub(super) async fn prefetch(&self, id: &str, request: Request<Incoming>) -> Answer {
+        let prefetch: Prefetch = body(request).await?;
+        let id = id.to_owned();
+        self.run(move |daemon| {
+            daemon.off_the_mount(&prefetch.trace)?;
+            let stack = daemon.image(&id)?.stack()?;
+            let records = trace::load(&prefetch.trace).map_err(Failure::lsmt(format!(
+                "read the trace {}",
+                prefetch.trace.display()
+            )))?;
+            let count = records.len();
+            trace::prefetch(stack, records);
+            Ok(json!({ "records": count }))
+        })
+        .await
     }
 
     pub(super) async fn list_layers(&self) -> Answer {

@@ -254,7 +254,7 @@ impl Daemon {
 
     fn path_of(&self, name: &LayerRef) -> Result<PathBuf> {
         match name {
-            LayerRef::Path(path) => Ok(path.clone()),
+            LayerRef::Path(path) => self.off_the_mount(path).map(|()| path.clone()),
             LayerRef::Id(id) => match self.table().state().layers.get(id) {
                 Some(layer) => Ok(layer.path.clone()),
                 None => Err(Failure::not_found(format!("there is no layer {id}"))),
@@ -263,6 +263,17 @@ impl Daemon {
                 Err(Failure::not_found(format!("{} has no file", remote.digest)))
             }
         }
+    }
+
+    /// Refuses paths on our own mount: reading them would need another thread of ours for each one that waits.
+    pub fn off_the_mount(&self, path: &Path) -> Result<()> {
+        if !path.starts_with(self.attach.directory()) {
+            return Ok(());
+        }
+        Err(Failure::bad_request(format!(
+            "{} is on the mount of this daemon; name the layers of the image instead",
+            path.display()
+        )))
     }
 
     fn image_directory(&self, number: u64) -> PathBuf {

@@ -4,6 +4,8 @@
 //! business of [`lsmt::image`]. Read-only images have no files. An image that could not be opened after a restart is
 //! kept as a failed one: who uses it gets errors and who asks is told why, while all others work.
 
+pub mod trace;
+
 use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
@@ -19,6 +21,7 @@ use lsmt::stack::Stack;
 use lsmt::upper;
 use uuid::Uuid;
 
+use self::trace::Recorder;
 use crate::attach::{Disk, Seek, Shape};
 use crate::crew::blocking;
 use crate::failure::{Failure, Result};
@@ -38,6 +41,8 @@ pub struct Image {
     content: Content,
     /// Held by operations that change what the image consists of.
     changing: Mutex<()>,
+    /// First reads of the layers below.
+    pub recorder: Recorder,
 }
 
 enum Content {
@@ -169,6 +174,7 @@ impl Image {
             spec,
             content,
             changing: Mutex::new(()),
+            recorder: Recorder::default(),
         }
     }
 
@@ -301,6 +307,14 @@ impl Image {
             .map_err(Failure::lsmt(format!("resize image {}", self.id)))
     }
 
+    /// The layers below the upper, as one disk.
+    pub fn stack(&self) -> Result<Arc<Stack>> {
+        match &self.content {
+            Content::Fixed { stack, .. } => Ok(stack.clone()),
+            _ => Ok(self.writable()?.stack()),
+        }
+    }
+
     /// Names of the layers the image needs.
     pub fn uses(&self) -> Vec<LayerRef> {
         match &self.content {
@@ -379,8 +393,16 @@ impl Disk for Image {
 
     fn read(&self, buf: &mut [u8], offset: u64) -> io::Result<()> {
         let got = match &self.content {
-            Content::Writable { image, .. } => image.read(buf, offset)?,
-            Content::Fixed { stack, .. } => stack.read_at(buf, offset)?,
+            Content::Writable { image, .. } => {
+                if self.recorder.is_on() {
+                    self.recorder.note(&image.stack(), offset, buf.len());
+                }
+                image.read(buf, offset)?
+            }
+            Content::Fixed { stack, .. } => {
+                self.recorder.note(stack, offset, buf.len());
+                stack.read_at(buf, offset)?
+            }
             Content::Failed { cause, .. } => return Err(io::Error::other(cause.clone())),
         };
         // Layers may be shorter than the image.
