@@ -23,7 +23,8 @@ def build_programs(root: Path) -> list[Path]:
     cargo = shutil.which("cargo")
     if cargo is None:
         raise SystemExit("cargo is missing: install Rust (`make setup` does it), then build again")
-    subprocess.run([cargo, "build", "--release", "--locked"], cwd=root, check=True)
+    if subprocess.run([cargo, "build", "--release", "--locked"], cwd=root, check=False).returncode != 0:
+        raise SystemExit("the Rust programs did not compile; cargo says why above")
     target = Path(os.environ.get("CARGO_TARGET_DIR", root / "target")) / TARGET / "release"
     destination = root / "src" / "aenv" / "_bin"
     destination.mkdir(parents=True, exist_ok=True)
