@@ -79,7 +79,7 @@ def test_five_sandboxes_outlive_a_killed_server(own: TestNode) -> None:
     assert own.stop(signal.SIGKILL) == -signal.SIGKILL
     assert all(answers(own, identifier) for identifier in identifiers), "they answer even while no server runs"
     refused = httpx.get(f"{own.url}/v2/sandboxes", headers={"X-API-Key": own.key})
-    assert (refused.status_code, refused.json()["code"]) == (503, 503)
+    assert (refused.status_code, refused.json()["code"], refused.headers.get("Retry-After")) == (503, 503, "1")
     own.start()
     assert all(answers(own, identifier) for identifier in identifiers)
     assert vmms(own) == pids
