@@ -50,11 +50,18 @@ struct Wait {
     wait_ms: u64,
 }
 
+/// A layer to make: captured over `layers`, or merged from them. Bottom first.
 #[derive(Deserialize)]
-struct Capture {
-    /// What the memory is a private mapping of, bottom first.
+struct Make {
     layers: Vec<LayerRef>,
-    capture: Plan,
+    capture: Option<Plan>,
+    #[serde(default)]
+    merge: bool,
+}
+
+#[derive(Deserialize)]
+struct Replace {
+    with: String,
 }
 
 #[derive(Deserialize)]
@@ -245,11 +252,32 @@ impl Control {
             .await
     }
 
-    pub(super) async fn capture(&self, id: &str, request: Request<Incoming>) -> Answer {
-        let Capture { layers, capture } = body(request).await?;
+    pub(super) async fn make_layer(&self, id: &str, request: Request<Incoming>) -> Answer {
+        let make: Make = body(request).await?;
         let id = id.to_owned();
-        self.run(move |daemon| Ok(LayerView::from(&daemon.capture(&id, layers, capture)?)))
-            .await
+        self.run(move |daemon| {
+            let layer = match (make.capture, make.merge) {
+                (Some(plan), false) => daemon.capture(&id, make.layers, plan)?,
+                (None, true) => daemon.merge(&id, make.layers)?,
+                _ => {
+                    return Err(Failure::bad_request(
+                        "a layer is made by a capture or by a merge; say one of the two",
+                    ))
+                }
+            };
+            Ok(LayerView::from(&layer))
+        })
+        .await
+    }
+
+    pub(super) async fn replace(&self, id: &str, request: Request<Incoming>) -> Answer {
+        let replace: Replace = body(request).await?;
+        let id = id.to_owned();
+        self.run(move |daemon| {
+            let image = daemon.replace(&id, &replace.with)?;
+            Ok(daemon.view(&image))
+        })
+        .await
     }
 
     pub(super) async fn delete_layer(&self, id: &str) -> Answer {

@@ -122,16 +122,17 @@ impl Control {
             (&Method::DELETE, ["v1", "images", id]) => self.delete_image(id).await,
             (&Method::POST, ["v1", "images", id, "seal"]) => self.seal(id, request).await,
             (&Method::POST, ["v1", "images", id, "resize"]) => self.resize(id, request).await,
+            (&Method::POST, ["v1", "images", id, "replace"]) => self.replace(id, request).await,
             (&Method::POST, ["v1", "images", id, "trace"]) => self.trace(id, request).await,
             (&Method::POST, ["v1", "images", id, "prefetch"]) => self.prefetch(id, request).await,
             (&Method::GET, ["v1", "layers"]) => self.list_layers().await,
             (&Method::GET, ["v1", "layers", id]) => self.get_layer(id, request.uri().query()).await,
-            (&Method::PUT, ["v1", "layers", id]) => self.capture(id, request).await,
+            (&Method::PUT, ["v1", "layers", id]) => self.make_layer(id, request).await,
             (&Method::DELETE, ["v1", "layers", id]) => self.delete_layer(id).await,
             (&Method::POST, ["v1", "shutdown"]) => self.shutdown(request).await,
             (_, ["v1", "status" | "images" | "layers" | "shutdown"])
             | (_, ["v1", "images" | "layers", _])
-            | (_, ["v1", "images", _, "seal" | "resize" | "trace" | "prefetch"]) => {
+            | (_, ["v1", "images", _, "seal" | "resize" | "replace" | "trace" | "prefetch"]) => {
                 Err(Failure::new(405, format!("{path} does not know {method}")))
             }
             _ => Err(Failure::not_found(format!(

@@ -50,7 +50,7 @@ impl Daemon {
         layers: Vec<LayerRef>,
         mut plan: Plan,
     ) -> Result<LayerState> {
-        let uuid = parse(id)?;
+        let uuid = super::parse_uuid(id)?;
         plan.check()?;
         super::check_layers(&layers)?;
         let source = Source {
@@ -212,7 +212,7 @@ impl Daemon {
         }
     }
 
-    fn stack_of(&self, names: &[LayerRef]) -> Result<Arc<Stack>> {
+    pub(super) fn stack_of(&self, names: &[LayerRef]) -> Result<Arc<Stack>> {
         let layers = names
             .iter()
             .map(|name| self.resolve(name))
@@ -306,7 +306,7 @@ impl Daemon {
     }
 
     fn resume_capture(self: &Arc<Self>, id: &str, path: &Path, source: Source) {
-        let resumed = parse(id).and_then(|uuid| {
+        let resumed = super::parse_uuid(id).and_then(|uuid| {
             if source.plan.copy {
                 return Err(Failure::conflict(
                     "the daemon ended before the memory it had copied was written",
@@ -327,15 +327,4 @@ impl Daemon {
             self.progress().insert(id.to_owned(), Arc::new(progress));
         }
     }
-}
-
-fn parse(id: &str) -> Result<Uuid> {
-    let uuid = Uuid::try_parse(id)
-        .ok()
-        .filter(|uuid| uuid.to_string() == id && !uuid.is_nil());
-    uuid.ok_or_else(|| {
-        Failure::bad_request(format!(
-            "the id of a layer is a UUID in lower case, not {id:?}"
-        ))
-    })
 }

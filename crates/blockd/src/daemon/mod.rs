@@ -12,6 +12,7 @@
 //! change or while data is written.
 
 mod capturing;
+mod merging;
 mod recovery;
 mod sealing;
 pub mod view;
@@ -25,6 +26,7 @@ use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
 use lsmt::manifest::MAX_NAME;
 use serde_json::json;
+use uuid::Uuid;
 
 use crate::attach::fuse::FuseAttach;
 use crate::attach::{Attach, Disk};
@@ -240,6 +242,13 @@ impl Daemon {
                 return Ok(layer);
             }
         }
+        if let LayerRef::Id(id) = name {
+            if self.is_being_merged(id) {
+                return Err(Failure::conflict(format!(
+                    "layer {id} is still being written; wait for it first"
+                )));
+            }
+        }
         if let LayerRef::Remote(remote) = name {
             return self
                 .layers
@@ -386,4 +395,16 @@ fn now() -> u64 {
     SystemTime::now()
         .duration_since(UNIX_EPOCH)
         .map_or(0, |since| since.as_secs())
+}
+
+/// Ids that callers choose for layers.
+fn parse_uuid(id: &str) -> Result<Uuid> {
+    let uuid = Uuid::try_parse(id)
+        .ok()
+        .filter(|uuid| uuid.to_string() == id && !uuid.is_nil());
+    uuid.ok_or_else(|| {
+        Failure::bad_request(format!(
+            "the id of a layer is a UUID in lower case, not {id:?}"
+        ))
+    })
 }

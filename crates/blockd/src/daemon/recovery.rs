@@ -99,6 +99,7 @@ impl Daemon {
             let half = images.filter(|(_, image)| !image.ready);
             half.map(|(number, _)| *number).collect()
         };
+        self.forget_merges()?;
         for number in halves {
             self.table()
                 .record(Record::Closed(number), false)

@@ -252,7 +252,8 @@ impl Daemon {
                     "layer {id} is below memory that is being captured; wait for it first"
                 )));
             }
-            if !self.forget_capture(id) && self.progress().contains_key(id) {
+            let failed = self.forget_capture(id) || self.forget_failed_merge(id);
+            if !failed && self.progress().contains_key(id) {
                 return Err(Failure::conflict(format!(
                     "layer {id} is still being written; wait for it first"
                 )));

@@ -291,6 +291,23 @@ impl Image {
         )))
     }
 
+    /// Puts another layer with the same content in the place of `count` layers from the `first` on. All of them are
+    /// settled.
+    pub fn replace(
+        &self,
+        first: usize,
+        count: usize,
+        name: &LayerRef,
+        layer: Arc<Layer>,
+    ) -> Result<()> {
+        self.writable()?
+            .replace_layers(first, count, &[(to_name(name), layer)])
+            .map_err(Failure::lsmt(format!(
+                "replace layers of image {}",
+                self.id
+            )))
+    }
+
     /// Makes the image larger; `size` in bytes.
     pub fn grow(&self, size: u64) -> Result<()> {
         let writable = self.writable()?;
