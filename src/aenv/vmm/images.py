@@ -69,42 +69,43 @@ class DescriptorSets:
         return [part for number, fd in self.numbered() for part in ("-add-fd", f"fd={fd},set={number}")]
 
 
-def node_options(read_only: bool) -> dict[str, Any]:
-    """What all nodes of QEMU's block layer have in common."""
-    # A sandbox promises nothing about a crash of the host, so a flush of the guest need not reach the host's disk.
-    cache = {"direct": False, "no-flush": True}
-    return {"read-only": read_only, "auto-read-only": False, "discard": "unmap", "cache": cache}
-
-
 def block_device(disk: Disk, name: str, sets: DescriptorSets) -> tuple[dict[str, Any], int]:
-    """The ``-blockdev`` of a disk, and the size in bytes to which its file may have to grow."""
-    return _node(disk.path, disk.format, disk.read_only, sets, 1, name)
+    """The ``-blockdev`` of a disk, and the size in bytes to which its file may have to grow.
+
+    As short as it can be: QEMU reads from its monitor one byte at a time, which takes it 3 µs."""
+    node, size = _node(disk.path, disk.format, disk.read_only, sets, 1)
+    return {**node, "node-name": name}, size
 
 
-def _node(
-    path: Path, format: Format, read_only: bool, sets: DescriptorSets, depth: int, name: str | None = None
-) -> tuple[dict[str, Any], int]:
+def _node(path: Path, format: Format, read_only: bool, sets: DescriptorSets, depth: int) -> tuple[dict[str, Any], int]:
     if depth > CHAIN_LIMIT:
         raise VmmFailed(f"the chain of images that ends in {path} is longer than {CHAIN_LIMIT}")
     fd = sets.open("disk image", path, os.O_RDONLY if read_only else os.O_RDWR)
-    is_device = stat.S_ISBLK(os.fstat(fd).st_mode)
-    options = node_options(read_only)
-    node: dict[str, Any] = {
-        "driver": format,
-        **options,
-        "file": {"driver": "host_device" if is_device else "file", "filename": sets.name(fd), **options},
+    file = {
+        "driver": "host_device" if stat.S_ISBLK(os.fstat(fd).st_mode) else "file",
+        "filename": sets.name(fd),
+        # Or the pages of an image would be dropped, for everybody, whenever a saved machine that uses it is restored.
+        "drop-cache": False,
     }
-    if name is not None:
-        node["node-name"] = name
+    options: dict[str, Any] = {
+        # Discards reach the lowest node if every node above it passes them on.
+        "discard": "unmap",
+        # A sandbox promises nothing about a crash of the host, so a flush of the guest need not reach the host's disk.
+        "cache": {"no-flush": True},
+    }
+    if read_only:
+        options["read-only"] = True
     size = os.lseek(fd, 0, os.SEEK_END)
-    if format == "qcow2":
-        virtual, backing = read_qcow2(fd, path)
-        # The tables of qcow2 take an eighth of a per mille; twice the size leaves ample room.
-        size = max(size, min(2 * virtual, SIZE_LIMIT))
-        node["backing"] = None
-        if backing is not None:
-            node["backing"], _ = _node(*backing, True, sets, depth + 1)
-    return node, size
+    if format == "raw":
+        # An image needs nothing between itself and the device, but below another one QEMU wants a format.
+        return ({**file, **options} if depth == 1 else {"driver": "raw", **options, "file": file}), size
+    virtual, backing = read_qcow2(fd, path)
+    # What lies below inherits the options.
+    node = {"driver": format, **options, "file": file, "backing": None}
+    if backing is not None:
+        node["backing"], _ = _node(*backing, True, sets, depth + 1)
+    # The tables of qcow2 take an eighth of a per mille; twice the size leaves ample room.
+    return node, max(size, min(2 * virtual, SIZE_LIMIT))
 
 
 def read_qcow2(fd: int, path: Path) -> tuple[int, tuple[Path, Format] | None]:

@@ -118,7 +118,7 @@ class QemuDriver:
             # Room for what else it might write. What it may write at all is decided by what it is given.
             limit = max((size for _, size in images), default=0) + (64 << 20)
             async with self._started(config, machine, arguments, (*sets.fds, *files.fds), limit) as (record, process):
-                started = QemuMachine(record, process)
+                started = QemuMachine(record, process, complete=True)
                 await started.connect(GREETING_TIMEOUT)
         return started
 
@@ -133,12 +133,8 @@ class QemuDriver:
             fcntl.fcntl(placeholder, fcntl.F_ADD_SEALS, fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL)
 
             def arguments(monitor: int) -> list[str]:
-                nodes = [
-                    qemu_disks.placeholder(qemu_disks.names(number)[0], access == "ro")
-                    for number, access in enumerate(config.machine.disks)
-                ]
                 memory = memory_to_come(size, placeholder)
-                resources = Resources(monitor, config.tap_fd, nodes)
+                resources = Resources(monitor, config.tap_fd, [None] * len(config.machine.disks))
                 return [*hardware(config.name, config.machine, memory, resources, self._accelerator), *waiting()]
 
             limit = max(config.disk_limit, 0)
@@ -167,7 +163,7 @@ class QemuDriver:
             with suppress(OSError):
                 (record.directory / MONITOR).unlink(missing_ok=True)
             return None
-        return QemuMachine(record, process)
+        return QemuMachine(record, process, complete=False)
 
     @property
     def _tcg(self) -> bool:

@@ -22,12 +22,12 @@ _MAC = re.compile(r"[0-9a-f]{2}(:[0-9a-f]{2}){5}")
 
 
 class Resources(msgspec.Struct, frozen=True):
-    """What is opened for QEMU: descriptor numbers, and the node of each disk's image with the ``-add-fd`` that its file
-    names refer to."""
+    """What is opened for QEMU: descriptor numbers, and the node of each disk's image (None: there is none yet) with the
+    ``-add-fd`` that its file names refer to."""
 
     monitor: int
     tap: int | None
-    images: Sequence[dict[str, Any]]
+    images: Sequence[dict[str, Any] | None]
     descriptor_sets: Sequence[str] = ()
 
 
@@ -123,7 +123,9 @@ def hardware(
     nodes: list[dict[str, Any]] = []
     devices: list[dict[str, Any]] = []
     for number, (access, image) in enumerate(zip(machine.disks, resources.images, strict=True)):
-        nodes += [image, qemu_disks.top(number, image["node-name"], access == "ro")]
+        nodes += [image] if image is not None else []
+        below = qemu_disks.placeholder(access == "ro") if image is None else image["node-name"]
+        nodes.append(qemu_disks.top(number, below, access == "ro"))
         block = {"driver": "virtio-blk-device", "id": f"vd{number}", "drive": f"disk{number}", "werror": "report"}
         devices.append(block)
     netdev: list[str] = []

@@ -2,23 +2,24 @@
 
 ::
 
-    virtio-blk-device vdN ─ diskN (throttle, in the group limitN) ─ diskN-a or diskN-b (the image, or a placeholder)
+    virtio-blk-device vdN ─ diskN (throttle, in the group limitN) ─ diskN-a or diskN-b (the image), or a placeholder
 
 The device and the node it is plugged into are the same when a machine is booted, saved and restored. Images come below
 that node under one of two names in turn: whichever of the two is there is the one in use, also for a control plane that
-has just been restarted.
+has just been restarted. A placeholder is empty, and a guest must never run with one.
 """
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from aenv.errors import VmmFailed
-from aenv.vmm.images import DescriptorSets, block_device, node_options
+from aenv.vmm.images import DescriptorSets, block_device
 from aenv.vmm.interface import Disk, DiskLimits
-from aenv.vmm.qmp import Qmp
+from aenv.vmm.qmp import Command, Qmp
 from aenv.vmm.threads import undivided
 
 PLACEHOLDER_SIZE = 1 << 20  # bytes
@@ -34,61 +35,56 @@ def group(number: int) -> dict[str, Any]:
     return {"qom-type": "throttle-group", "id": f"limit{number}"}
 
 
-def top(number: int, image: str, read_only: bool) -> dict[str, Any]:
-    """The node a device is plugged into, above the node ``image``."""
-    return {
+def top(number: int, image: str | dict[str, Any], read_only: bool) -> dict[str, Any]:
+    """The node a device is plugged into, above the node ``image`` or one that belongs to it."""
+    node = {
         "driver": "throttle",
         "node-name": f"disk{number}",
         "throttle-group": f"limit{number}",
         "file": image,
-        **node_options(read_only),
+        "discard": "unmap",
     }
+    return node | {"read-only": True} if read_only else node
 
 
-def placeholder(name: str, read_only: bool) -> dict[str, Any]:
-    """The image, under one of its two names, of a disk that has none."""
-    return {
-        "driver": "null-co",
-        "node-name": name,
-        "size": PLACEHOLDER_SIZE,
-        "read-zeroes": True,
-        **node_options(read_only),
-    }
+def placeholder(read_only: bool) -> dict[str, Any]:
+    """In the place of an image; without a name it goes as soon as there is one."""
+    node = {"driver": "null-co", "size": PLACEHOLDER_SIZE, "read-zeroes": True}
+    return node | {"read-only": True} if read_only else node
 
 
-async def attach(qmp: Qmp, disks: Sequence[Disk], file_limit: int) -> None:
-    """Give a QEMU, all of whose disks are placeholders, its images. What fails is not undone."""
-    with DescriptorSets(await next_set(qmp)) as sets:
-        nodes = await undivided(
-            lambda: [_open(disk, names(number)[1], sets, file_limit) for number, disk in enumerate(disks)]
-        )
-        await _hand_over(qmp, sets)
-        for number, (disk, node) in enumerate(zip(disks, nodes, strict=True)):
-            await qmp.execute("blockdev-add", **node)
-            await qmp.execute("blockdev-reopen", options=[top(number, names(number)[1], disk.read_only)])
-            await qmp.execute("blockdev-del", node_name=names(number)[0])
-        await _forget(qmp, sets)
+def open_images(disks: Sequence[Disk], sets: DescriptorSets, file_limit: int) -> list[dict[str, Any]]:
+    """Open the images of all disks of a machine. Blocks."""
+    return [_open(disk, names(number)[0], sets, file_limit) for number, disk in enumerate(disks)]
+
+
+def attaching(disks: Sequence[Disk], images: Sequence[dict[str, Any]], sets: DescriptorSets) -> list[Command]:
+    """What gives a QEMU, all of whose disks are placeholders, its images."""
+    reopening: list[Command] = [
+        ("blockdev-reopen", (), {"options": [top(number, names(number)[0], disk.read_only)]})
+        for number, disk in enumerate(disks)
+    ]
+    return [*handing_over(sets), *(("blockdev-add", (), image) for image in images), *reopening]
 
 
 async def switch(qmp: Qmp, number: int, read_only: bool, disk: Disk | None, file_limit: int) -> None:
     """Put another image below a disk, or a placeholder; on failure it keeps what it has."""
     current, other = await _names_in_use(qmp, number)
-    if disk is None:
-        await qmp.execute("blockdev-add", **placeholder(other, read_only))
-    else:
-        with DescriptorSets(await next_set(qmp)) as sets:
-            node = await undivided(lambda: _open(disk, other, sets, file_limit))
-            try:
-                await _hand_over(qmp, sets)
-                await qmp.execute("blockdev-add", **node)
-            finally:
-                await _forget(qmp, sets)
     try:
-        await qmp.execute("blockdev-reopen", options=[top(number, other, read_only)])
-    except VmmFailed:
-        await qmp.execute("blockdev-del", node_name=other)
-        raise
-    await qmp.execute("blockdev-del", node_name=current)
+        if disk is None:
+            await qmp.execute("blockdev-add", **placeholder(read_only), node_name=other)
+        else:
+            with DescriptorSets(fresh_set()) as sets:
+                node = await undivided(lambda: _open(disk, other, sets, file_limit))
+                await qmp.execute_all(*handing_over(sets), ("blockdev-add", (), node))
+        try:
+            await qmp.execute("blockdev-reopen", options=[top(number, other, read_only)])
+        except VmmFailed:
+            await qmp.execute("blockdev-del", node_name=other)
+            raise
+        await qmp.execute("blockdev-del", node_name=current)
+    finally:
+        await _forget_sets(qmp)
 
 
 async def check_complete(qmp: Qmp) -> None:
@@ -137,21 +133,19 @@ def _open(disk: Disk, name: str, sets: DescriptorSets, file_limit: int) -> dict[
     return node
 
 
-async def _hand_over(qmp: Qmp, sets: DescriptorSets) -> None:
-    for number, fd in sets.numbered():
-        await qmp.execute("add-fd", fds=(fd,), fdset_id=number)
+def fresh_set() -> int:
+    """A number for sets of descriptors that QEMU, which knows those of its command line, does not have yet."""
+    return secrets.randbelow(1 << 30) + (1 << 20)
 
 
-async def _forget(qmp: Qmp, sets: DescriptorSets) -> None:
-    """Sets that images use live until these are closed; others are gone at once."""
-    known = {entry["fdset-id"] for entry in await qmp.execute("query-fdsets")}
-    for number, _ in sets.numbered():
-        if number in known:
-            await qmp.execute("remove-fd", fdset_id=number)
+def handing_over(sets: DescriptorSets) -> list[Command]:
+    return [("add-fd", (fd,), {"fdset-id": number}) for number, fd in sets.numbered()]
 
 
-async def next_set(qmp: Qmp) -> int:
-    return max((entry["fdset-id"] for entry in await qmp.execute("query-fdsets")), default=-1) + 1
+async def _forget_sets(qmp: Qmp) -> None:
+    """What images use stays open until these are closed; the rest is closed at once."""
+    for entry in await qmp.execute("query-fdsets"):
+        await qmp.execute("remove-fd", fdset_id=entry["fdset-id"])
 
 
 async def _nodes(qmp: Qmp) -> dict[str, dict[str, Any]]:

@@ -8,7 +8,7 @@ import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from aenv.errors import VmmFailed
 from aenv.vmm import memory_map, qemu_disks, saved_state
@@ -22,12 +22,14 @@ DYING_TIME = 0.5  # seconds
 
 
 class QemuMachine:
-    """A running QEMU. Connects to its monitor when it first needs to."""
+    """A running QEMU. Connects to its monitor when it first needs to. ``complete`` tells that it is known to have all
+    it needs to run: true of one that was just booted or restored."""
 
-    def __init__(self, record: MachineRecord, process: Process, qmp: Qmp | None = None) -> None:
+    def __init__(self, record: MachineRecord, process: Process, qmp: Qmp | None = None, *, complete: bool) -> None:
         self._record = record
         self._process = process
         self._qmp = qmp
+        self._complete = complete
         self._lock = asyncio.Lock()
         process.on_exit(lambda: (record.directory / MONITOR).unlink(missing_ok=True))
 
@@ -38,7 +40,7 @@ class QemuMachine:
     async def status(self) -> Literal["running", "paused", "gone"]:
         try:
             async with self._monitor() as qmp:
-                return await _status(qmp)
+                return _check_status(await qmp.execute("query-status"))
         except VmmFailed:
             if not self._process.exited:
                 raise
@@ -50,14 +52,13 @@ class QemuMachine:
 
     async def resume(self) -> None:
         async with self._monitor() as qmp:
-            await _status(qmp)
-            await qemu_disks.check_complete(qmp)
+            await self._check_complete(qmp)
             await qmp.execute("cont")
 
     async def save(self, path: Path) -> SavedState:
         async with self._monitor() as qmp:
-            if await _status(qmp) != "paused":
-                raise VmmFailed("the state of a machine that runs cannot be saved", remedy="pause it first")
+            if not self._complete:
+                _check_status(await qmp.execute("query-status"))
             data = await _device_state(qmp)
             return await undivided(lambda: saved_state.write(path, data, self._record), lambda _: path.unlink())
 
@@ -70,8 +71,10 @@ class QemuMachine:
         if disk is not None and disk.read_only != (access == "ro"):
             raise VmmFailed(f"disk {index} of the machine is {access}, and the image {disk.path} is not to be")
         async with self._monitor() as qmp:
-            if disk is None and await _status(qmp) != "paused":
-                raise VmmFailed(f"disk {index} cannot be taken from a machine that runs", remedy="pause it first")
+            if disk is None:
+                if _check_status(await qmp.execute("query-status")) != "paused":
+                    raise VmmFailed(f"disk {index} cannot be taken from a machine that runs", remedy="pause it first")
+                self._complete = False
             await qemu_disks.switch(qmp, index, access == "ro", disk, qemu_disks.file_limit(self._record.pid))
 
     async def resize_disk(self, index: int, size: int) -> None:
@@ -121,6 +124,12 @@ class QemuMachine:
         """What QEMU itself had to say."""
         return self._process.messages().strip()
 
+    async def _check_complete(self, qmp: Qmp) -> None:
+        if not self._complete:
+            _check_status(await qmp.execute("query-status"))
+            await qemu_disks.check_complete(qmp)
+            self._complete = True
+
     def _access(self, index: int) -> Literal["rw", "ro"]:
         if not 0 <= index < len(self._record.machine.disks):
             raise VmmFailed(f"the machine has {len(self._record.machine.disks)} disks and none with the number {index}")
@@ -152,8 +161,7 @@ async def guest_memory(qmp: Qmp, pid: int, size: int) -> tuple[Region, ...]:
     return (Region(address, size, 0),)
 
 
-async def _status(qmp: Qmp) -> Literal["running", "paused"]:
-    answer = await qmp.execute("query-status")
+def _check_status(answer: Any) -> Literal["running", "paused"]:
     if not isinstance(answer, dict) or not isinstance(answer.get("running"), bool):
         raise VmmFailed(f"query-status: QEMU answered nonsense: {str(answer)[:200]}")
     if answer.get("status") == "inmigrate":
@@ -164,20 +172,23 @@ async def _status(qmp: Qmp) -> Literal["running", "paused"]:
 async def _device_state(qmp: Qmp) -> bytes:
     """The command comes from Xen's tool stack and needs nothing of Xen: it writes all that ``migrate`` does, but no
     memory."""
-    number = await qemu_disks.next_set(qmp)
+    number = qemu_disks.fresh_set()
     memory = os.memfd_create("state", os.MFD_CLOEXEC)
     try:
         # QEMU wants a descriptor that is open for writing only.
         writing = os.open(f"/proc/self/fd/{memory}", os.O_WRONLY | os.O_CLOEXEC)
         try:
-            await qmp.execute("add-fd", fds=(writing,), fdset_id=number)
+            status, *_ = await qmp.execute_all(
+                ("query-status", (), {}),
+                ("add-fd", (writing,), {"fdset-id": number}),
+                # Not ``live``, or a QEMU that stands still would let go of its disks.
+                ("xen-save-devices-state", (), {"filename": f"/dev/fdset/{number}", "live": False}),
+                ("remove-fd", (), {"fdset-id": number}),
+            )
         finally:
             os.close(writing)
-        try:
-            # Not ``live``, or a QEMU that stands still would let go of its disks.
-            await qmp.execute("xen-save-devices-state", filename=f"/dev/fdset/{number}", live=False)
-        finally:
-            await qmp.execute("remove-fd", fdset_id=number)
+        if _check_status(status) != "paused":  # it was stopped for the moment
+            raise VmmFailed("the state of a machine that runs cannot be saved", remedy="pause it first")
         return saved_state.take(memory)
     finally:
         os.close(memory)

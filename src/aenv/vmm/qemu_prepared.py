@@ -14,9 +14,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import logging
 import os
 import stat
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -24,17 +26,22 @@ import msgspec
 
 from aenv.errors import VmmFailed
 from aenv.vmm import memory_map, qemu_disks, saved_state
+from aenv.vmm.images import DescriptorSets
 from aenv.vmm.injection import Injection, Refused
 from aenv.vmm.interface import Exit, MachineRecord, RestoreConfig
 from aenv.vmm.process import Identity, Process
 from aenv.vmm.qemu_machine import MONITOR, QemuMachine, guest_memory
-from aenv.vmm.qmp import Message, Qmp
+from aenv.vmm.qmp import Command, Message, Qmp
 from aenv.vmm.threads import undivided
 
 log = logging.getLogger(__name__)
 
 LOAD_TIMEOUT = 30.0  # seconds; parts of the memory may have to be fetched from afar
 COPY_PIECE = 1 << 20  # bytes
+
+_TUNGETIFF = 0x800454D2
+_INTERFACE = struct.Struct("16sH22x")
+_TAP_FLAGS = 0x5002  # IFF_TAP | IFF_NO_PI | IFF_VNET_HDR
 
 
 class QemuPrepared:
@@ -95,6 +102,8 @@ class QemuPrepared:
                 await self._qmp.execute("cont")
         except BaseException as error:
             await asyncio.shield(self._process.kill())
+            if config.tap_fd is not None:
+                _keep_from_blocking(config.tap_fd)
             said = self._process.messages().strip()
             await self._close()
             if isinstance(error, VmmFailed):
@@ -105,7 +114,7 @@ class QemuPrepared:
         self._release()
         # Its kernel goes on to believe what it was told when it booted.
         record = msgspec.structs.replace(self._record, tsc_khz=config.saved.tsc_khz)
-        return QemuMachine(record, self._process, self._qmp)
+        return QemuMachine(record, self._process, self._qmp, complete=True)
 
     async def kill(self) -> None:
         if not self._became_machine:
@@ -134,30 +143,48 @@ class QemuPrepared:
         saved_state.check(config.saved, self._record)
         if tuple("ro" if disk.read_only else "rw" for disk in config.disks) != self._record.machine.disks:
             raise VmmFailed(f"the machine has the disks {self._record.machine.disks}, and {config.disks} were given")
-        if config.tap_fd is not None and self._tap is None:
-            raise VmmFailed("the machine has no network card")
-        state = await undivided(lambda: saved_state.read(config.state, config.saved))
-        await self._bind(qmp, config)
-        await qemu_disks.attach(qmp, config.disks, qemu_disks.file_limit(self._record.pid))
-        await self._load(qmp, state)
+        if config.tap_fd is not None:
+            if self._tap is None:
+                raise VmmFailed("the machine has no network card")
+            _check_tap(config.tap_fd)
+        with contextlib.ExitStack() as stack, DescriptorSets() as sets:
+            sources = await undivided(lambda: self._open(config, stack, sets))
+            cleaning = await self._bind(qmp, config, sources.memory)
+            disks = qemu_disks.attaching(config.disks, sources.images, sets)
+            await qmp.execute_all(*cleaning, *disks, *self._loading(sources.state), timeout=LOAD_TIMEOUT)
+            await self._until_loaded()
 
-    async def _bind(self, qmp: Qmp, config: RestoreConfig) -> None:
-        """Give it memory and network."""
-        image = await undivided(lambda: _open_image(config.memory, self.memory_size), os.close)
+    def _open(self, config: RestoreConfig, stack: contextlib.ExitStack, sets: DescriptorSets) -> _Sources:
+        """Blocks."""
+        data = saved_state.read(config.state, config.saved)
+        memory = _open_image(config.memory, self.memory_size)
+        stack.callback(os.close, memory)
+        state = os.memfd_create("state", os.MFD_CLOEXEC)
+        stack.callback(os.close, state)
+        os.write(state, data)
+        # QEMU wants one that is open for reading only.
+        reading = os.open(f"/proc/self/fd/{state}", os.O_RDONLY | os.O_CLOEXEC)
+        stack.callback(os.close, reading)
+        limit = qemu_disks.file_limit(self._record.pid)
+        return _Sources(memory, reading, qemu_disks.open_images(config.disks, sets, limit))
+
+    async def _bind(self, qmp: Qmp, config: RestoreConfig, image: int) -> list[Command]:
+        """Give it memory and network. Returns what is left to be said."""
+        memory = await self._give(qmp, "memory", image)
+        cleaning: list[Command] = [("closefd", (), {"fdname": "memory"})]
+        tap = None
+        if config.tap_fd is not None:
+            tap = await self._give(qmp, "tap", config.tap_fd)
+            _keep_from_blocking(config.tap_fd)
+            cleaning.append(("closefd", (), {"fdname": "tap"}))
         try:
-            memory = await self._give(qmp, "memory", image)
-            tap = None if config.tap_fd is None else await self._give(qmp, "tap", config.tap_fd)
-            try:
-                await undivided(lambda: self._inject(memory, image, tap))
-            except Refused as refusal:
-                if tap is not None:
-                    raise VmmFailed(f"the tap cannot be replaced: ptrace is not allowed ({refusal})") from refusal
-                log.warning("ptrace is not allowed (%s): copying a memory image of %s", refusal, config.memory)
-                await undivided(lambda: _copy(image, self._placeholder, self.memory_size))
-        finally:
-            os.close(image)
-        for name in ("memory", *(("tap",) if tap is not None else ())):
-            await qmp.execute("closefd", fdname=name)
+            await undivided(lambda: self._inject(memory, image, tap))
+        except Refused as refusal:
+            if tap is not None:
+                raise VmmFailed(f"the tap cannot be replaced: ptrace is not allowed ({refusal})") from refusal
+            log.warning("ptrace is not allowed (%s): copying a memory image of %s", refusal, config.memory)
+            await undivided(lambda: _copy(image, self._placeholder, self.memory_size))
+        return cleaning
 
     async def _give(self, qmp: Qmp, name: str, fd: int) -> int:
         """Hand over a descriptor; returns the number it has there."""
@@ -185,21 +212,18 @@ class QemuPrepared:
         if len(parts) != 1 or parts[0].inode == 0 or parts[0].start != self._address or parts[0].offset != 0:
             raise VmmFailed(f"the memory image is not where it should be, but {parts}")
 
-    async def _load(self, qmp: Qmp, state: bytes) -> None:
-        with contextlib.ExitStack() as stack:
-            fd = os.memfd_create("state", os.MFD_CLOEXEC)
-            stack.callback(os.close, fd)
-            os.write(fd, state)
-            reading = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
-            stack.callback(os.close, reading)
-            if self._by_name:
-                number = await qemu_disks.next_set(qmp)
-                await qmp.execute("add-fd", fds=(reading,), fdset_id=number)
-                uri = f"file:/dev/fdset/{number}"
-            else:
-                await qmp.execute("getfd", fds=(reading,), fdname="state")
-                uri = "fd:state"
-        await qmp.execute("migrate-incoming", uri=uri, timeout=LOAD_TIMEOUT)
+    def _loading(self, state: int) -> list[Command]:
+        """What makes it load a state. It closes what it is given when it has."""
+        if self._by_name:
+            number = qemu_disks.fresh_set()
+            return [
+                ("add-fd", (state,), {"fdset-id": number}),
+                ("migrate-incoming", (), {"uri": f"file:/dev/fdset/{number}"}),
+                ("remove-fd", (), {"fdset-id": number}),
+            ]
+        return [("getfd", (state,), {"fdname": "state"}), ("migrate-incoming", (), {"uri": "fd:state"})]
+
+    async def _until_loaded(self) -> None:
         end = asyncio.ensure_future(self._process.wait())
         waiting: list[asyncio.Future[Any]] = [self._loaded, end]
         try:
@@ -210,8 +234,31 @@ class QemuPrepared:
             # QEMU ends when a state is no good.
             cause = "QEMU gave up" if self._loaded.done() or self._process.exited else f"took over {LOAD_TIMEOUT:g} s"
             raise VmmFailed(f"loading the state of its devices failed: {cause}")
-        if self._by_name:
-            await qmp.execute("remove-fd", fdset_id=number)
+
+
+class _Sources(msgspec.Struct, frozen=True):
+    """Descriptors of the memory image and the state, and the nodes of the disk images."""
+
+    memory: int
+    state: int
+    images: list[dict[str, Any]]
+
+
+def _check_tap(fd: int) -> None:
+    request = bytearray(_INTERFACE.size)
+    try:
+        fcntl.ioctl(fd, _TUNGETIFF, request)
+    except OSError:
+        raise VmmFailed(f"the file descriptor {fd} is not a tap") from None
+    flags = _INTERFACE.unpack(request)[1]
+    if flags & _TAP_FLAGS != _TAP_FLAGS:
+        raise VmmFailed(f"the tap of the file descriptor {fd} has the flags {flags:#x}, which lack {_TAP_FLAGS:#x}")
+
+
+def _keep_from_blocking(tap: int) -> None:
+    """QEMU makes blocking what it is given through its monitor; one that shares the open tap would then hang."""
+    with contextlib.suppress(OSError):  # the file descriptor may be anything
+        os.set_blocking(tap, False)
 
 
 def _open_image(path: Path, size: int) -> int:

@@ -24,6 +24,8 @@ GREETING_TIMEOUT = 30.0  # seconds from connection to greeting: QEMU builds the 
 COMMAND_TIMEOUT = 10.0  # seconds
 
 Message = dict[str, Any]
+Command = tuple[str, Sequence[int], dict[str, Any]]
+"""Name, descriptors that travel with it, and arguments."""
 
 
 @contextmanager
@@ -123,6 +125,20 @@ class Qmp:
             cause = refusal.get("desc") if isinstance(refusal, dict) else refusal
             raise VmmFailed(f"{command}: QEMU refused: {str(cause)[:1000]}")
         return message["return"]
+
+    async def execute_all(self, *commands: Command, timeout: float | None = None) -> list[Any]:
+        """Run commands, in order, without waiting for one before the next is sent, and return what they return. Raises
+        what the first one raised that failed; those behind it were run all the same."""
+        tasks = [
+            asyncio.ensure_future(self.execute(name, timeout=timeout, fds=fds, **arguments))
+            for name, fds, arguments in commands
+        ]
+        # Tasks begin in the order in which they were made, and get the lock in the order in which they asked for it.
+        outcomes = await asyncio.gather(*tasks, return_exceptions=True)
+        for outcome in outcomes:
+            if isinstance(outcome, BaseException):
+                raise outcome
+        return outcomes
 
     async def close(self) -> None:
         self._fail("the connection to the monitor was closed")

@@ -23,7 +23,6 @@ from aenv.vmm.qemu_command import (
     own_memory,
     waiting,
 )
-from aenv.vmm.qemu_disks import placeholder
 
 NOWHERE = Path("/nowhere")
 CONFIG = BootConfig(
@@ -52,8 +51,7 @@ def line(
 ) -> list[str]:
     """Of a machine that boots, or one that waits."""
     if prepared:
-        images = [placeholder(f"disk{number}-a", access == "ro") for number, access in enumerate(machine.disks)]
-        resources = Resources(3, 7 if machine.network else None, images)
+        resources = Resources(3, 7 if machine.network else None, [None] * len(machine.disks))
         return [*hardware("guest", machine, memory_to_come(512 << 20, 11), resources, accelerator), *waiting()]
     images = [{"driver": "raw", "node-name": f"disk{number}-a"} for number in range(len(machine.disks))]
     resources = Resources(4, 8 if machine.network else None, images, ["-add-fd", "fd=9,set=0"])
@@ -106,8 +104,11 @@ def test_disks_can_be_exchanged_below_their_devices() -> None:
     nodes = [msgspec.json.decode(it) for it in values(line(), "-blockdev")]
     assert [it["node-name"] for it in nodes] == ["disk0-a", "disk0", "disk1-a", "disk1"]
     assert [it["file"] for it in nodes[1::2]] == ["disk0-a", "disk1-a"]
-    assert [it["read-only"] for it in nodes[1::2]] == [False, True]
+    assert [it.get("read-only", False) for it in nodes[1::2]] == [False, True]
     assert [it["throttle-group"] for it in nodes[1::2]] == ["limit0", "limit1"]
+    waiting = [msgspec.json.decode(it) for it in values(line(prepared=True), "-blockdev")]
+    assert [it["node-name"] for it in waiting] == ["disk0", "disk1"]
+    assert all(it["file"]["driver"] == "null-co" and "node-name" not in it["file"] for it in waiting)
 
 
 def test_memory_is_private() -> None:
