@@ -38,12 +38,15 @@ pub fn run(options: &Serve) -> Result<(), String> {
     };
     prepare_process();
     let mount = canonical(&options.mount).map_err(say("use the mount point", &options.mount))?;
+    let mount_lock = daemon::lock_mount(&mount).map_err(say("use the mount point", &mount))?;
     let lock =
         daemon::lock(&options.state).map_err(say("use the state directory", &options.state))?;
     let state = options
         .state
         .canonicalize()
         .map_err(say("use the state directory", &options.state))?;
+    // After the way to the mount was made, which VMMs of other users have to pass.
+    rustix::process::umask(rustix::fs::Mode::from_raw_mode(0o077));
     let listener = control::bind(&options.control)
         .map_err(say("bind the control socket", &options.control))?;
 
@@ -75,8 +78,16 @@ pub fn run(options: &Serve) -> Result<(), String> {
     keep_holder(&options.holder, &attach, &terms, &leaving)
         .map_err(say("hand the mount to the holder at", &options.holder))?;
 
-    let end = control_loop(&daemon, listener).map_err(|error| format!("cannot serve: {error}"))?;
+    let end = control_loop(&daemon, &attach, listener)
+        .map_err(|error| format!("cannot serve: {error}"))?;
     let _ = std::fs::remove_file(&options.control);
+    if end == End::Lost {
+        log::flush();
+        return Err(format!(
+            "the mount {} was removed by somebody else",
+            mount.display()
+        ));
+    }
     if end == End::Unmount {
         leaving.store(true, SeqCst);
         remove_mount(&mount).map_err(say("unmount", &mount))?;
@@ -86,7 +97,7 @@ pub fn run(options: &Serve) -> Result<(), String> {
     }
     log::info("stopped", json!({ "unmounted": end == End::Unmount }));
     log::flush();
-    drop(lock);
+    drop((lock, mount_lock));
     Ok(())
 }
 
@@ -114,6 +125,13 @@ fn prepare_process() {
     }
 }
 
+/// Returns when the last worker has ended, which happens when somebody removed the mount.
+async fn unserved(attach: &FuseAttach) {
+    while attach.workers() > 0 {
+        tokio::time::sleep(Duration::from_secs(1)).await;
+    }
+}
+
 /// The connection of a predecessor, or a new one.
 fn connect(holder: &Path, mount: &Path, queues: usize) -> io::Result<Connection> {
     let Kept { text, descriptors } = Holder::find(holder)?.give()?;
@@ -122,8 +140,17 @@ fn connect(holder: &Path, mount: &Path, queues: usize) -> io::Result<Connection>
             queues: descriptors,
             terms,
         };
-        let ours = connection.terms.directory() == mount && !connection.queues.is_empty();
-        if ours && connection.is_alive()? {
+        let alive = !connection.queues.is_empty() && connection.is_alive()?;
+        if alive && connection.terms.directory() != mount {
+            return Err(io::Error::new(
+                io::ErrorKind::InvalidInput,
+                format!(
+                    "the holder keeps the mount {}, which VMMs may be using; start with that one, or unmount it first",
+                    connection.terms.directory().display()
+                ),
+            ));
+        }
+        if alive {
             log::info(
                 "took over the mount",
                 json!({ "queues": connection.queues.len() }),
@@ -175,6 +202,7 @@ fn keep_holder(
 
 fn control_loop(
     daemon: &Arc<Daemon>,
+    attach: &Arc<FuseAttach>,
     listener: std::os::unix::net::UnixListener,
 ) -> io::Result<End> {
     let runtime = tokio::runtime::Builder::new_current_thread()
@@ -198,6 +226,10 @@ fn control_loop(
             _ = terminate.recv() => { end.send_replace(Some(End::Leave)); }
             _ = interrupt.recv() => { end.send_replace(Some(End::Leave)); }
             _ = ended.wait_for(Option::is_some) => {}
+            () = unserved(attach) => {
+                log::error("the mount is gone; ending, so that a new daemon can make another", json!({}));
+                end.send_replace(Some(End::Lost));
+            }
         }
         let _ = control.await;
         let decided = *ended.borrow();

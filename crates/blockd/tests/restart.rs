@@ -11,7 +11,7 @@ use std::sync::{mpsc, Mutex};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use aenv_blockd::attach::fuse::Buffer;
+use aenv_blockd::attach::fuse::{canonical, remove_mount, Buffer};
 use aenv_blockd::holder::Holder;
 use common::{eventually, open_direct, open_rw, pattern, patterned, read_at, Node};
 use serde_json::json;
@@ -335,4 +335,58 @@ fn a_hundred_images_are_back_at_once() {
         assert!(read_at(file, 19 * MIB, 4096) == [i as u8; 4096]);
     }
     assert!(times[2] < Duration::from_secs(1), "{times:?}");
+}
+
+#[test]
+fn a_daemon_whose_mount_was_removed_ends_and_the_next_makes_another() {
+    let mut node = Node::start();
+    let data = patterned(8, 4096);
+    open_rw(&node.disk("disk", MIB))
+        .write_all_at(&data, 0)
+        .unwrap();
+    remove_mount(&canonical(&node.mount()).unwrap()).unwrap();
+    node.wait_for_death();
+    assert!(node.log().contains("was removed by somebody else"));
+    node.launch(&[]);
+    assert!(read_at(&open_rw(&node.mount().join("disk")), 0, 4096) == data);
+}
+
+#[test]
+fn what_guests_wrote_is_for_the_owner_only() {
+    use std::os::unix::fs::PermissionsExt;
+    let node = Node::start();
+    node.disk("disk", MIB);
+    let mode = |path: &Path| std::fs::metadata(path).unwrap().permissions().mode() & 0o777;
+    assert_eq!(mode(&node.state().join("images")), 0o700);
+    assert_eq!(mode(&node.state().join("layers")), 0o700);
+    assert_eq!(mode(&node.state().join("table-1")), 0o600);
+}
+
+#[test]
+fn a_mount_in_use_is_neither_taken_nor_left_behind() {
+    let mut node = Node::start();
+    node.disk("disk", MIB);
+    // Another daemon on the same mount point.
+    let other = tempfile::tempdir().unwrap();
+    let run = |state: &Path, mount: &Path| {
+        let output = std::process::Command::new(env!("CARGO_BIN_EXE_aenv-blockd"))
+            .args(["serve", "--state"])
+            .arg(state)
+            .arg("--mount")
+            .arg(mount)
+            .arg("--control")
+            .arg(other.path().join("control"))
+            .output()
+            .unwrap();
+        assert_eq!(output.status.code(), Some(2));
+        String::from_utf8(output.stderr).unwrap()
+    };
+    let message = run(&other.path().join("state"), &node.mount());
+    assert!(message.contains("another aenv-blockd"), "{message}");
+    // The same daemon on another mount point, while VMMs may use the old one.
+    node.kill();
+    let message = run(&node.state(), &other.path().join("mnt"));
+    assert!(message.contains("the holder keeps the mount"), "{message}");
+    node.launch(&[]);
+    assert!(read_at(&open_rw(&node.mount().join("disk")), 0, 512) == [0; 512]);
 }

@@ -40,6 +40,8 @@ pub enum End {
     Leave,
     /// Remove the mount and end the holder.
     Unmount,
+    /// There is nothing left to serve.
+    Lost,
 }
 
 /// What every call works with.

@@ -40,7 +40,7 @@ use crate::table::{Durability, LayerRef, Mode, Record, Spec, Table};
 use crate::turnstile::Turnstile;
 
 use self::capturing::Captured;
-pub use recovery::lock;
+pub use recovery::{lock, lock_mount};
 
 /// Most images open at once.
 const MAX_IMAGES: usize = 65_536;

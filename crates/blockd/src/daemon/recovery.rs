@@ -3,6 +3,7 @@
 use std::collections::HashMap;
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, Read, Write};
+use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 use std::sync::{Arc, Mutex};
@@ -32,14 +33,28 @@ const OPENERS: usize = 8;
 /// Takes the lock on a state directory, which is made if necessary. When this returns, no thread of a predecessor is
 /// left that could still write.
 pub fn lock(directory: &Path) -> io::Result<File> {
-    fs::create_dir_all(directory.join("images"))?;
-    fs::create_dir_all(directory.join("layers"))?;
+    for part in ["images", "layers"] {
+        let part = directory.join(part);
+        fs::create_dir_all(&part)?;
+        // What guests wrote, and their memory, is nobody else's business.
+        fs::set_permissions(&part, fs::Permissions::from_mode(0o700))?;
+    }
+    take(&directory.join("lock"), directory)
+}
+
+/// Takes the lock on a mount point: the mount of another daemon must not be removed as a leftover.
+pub fn lock_mount(mount: &Path) -> io::Result<File> {
+    take(&mount.with_extension("lock"), mount)
+}
+
+/// Locks a file on behalf of a directory.
+fn take(path: &Path, directory: &Path) -> io::Result<File> {
     let mut file = OpenOptions::new()
         .read(true)
         .write(true)
         .create(true)
         .truncate(false)
-        .open(directory.join("lock"))?;
+        .open(path)?;
     let start = Instant::now();
     while let Err(error) = flock(&file, FlockOperation::NonBlockingLockExclusive) {
         if start.elapsed() > PATIENCE {

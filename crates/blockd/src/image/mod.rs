@@ -10,6 +10,7 @@ use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
 
 use lsmt::header::{MAX_VIRTUAL_SIZE, SECTOR};
 use lsmt::image::Image as Writable;
@@ -32,6 +33,9 @@ use crate::table::{Durability, LayerRef, Mode, Spec};
 /// Prefixes of the names of layers made here and of remote ones, in manifests of images. Other names are absolute paths.
 const BY_ID: &str = "id:";
 const REMOTE: &str = "remote:";
+
+/// How long locked files are waited for.
+const PATIENCE: Duration = Duration::from_secs(2);
 
 /// An open image. Its operations may be called from any thread; those that change it exclude each other.
 pub struct Image {
@@ -150,7 +154,9 @@ impl Image {
                 })
             };
             let durability = durability(&spec);
-            Writable::open(directory, durability, layers.chains.clone(), &mut find)
+            let mut open =
+                || Writable::open(directory, durability, layers.chains.clone(), &mut find);
+            patiently(&mut open)
                 .map_err(Failure::lsmt(&action))
                 .map(|(writable, _)| {
                     let content = Content::writable(writable, directory);
@@ -343,6 +349,22 @@ impl Image {
                 image.roles().layers.iter().map(name).collect()
             }
             _ => self.spec.layers.clone(),
+        }
+    }
+}
+
+/// The files of an image are locked. A predecessor that was killed may let go of them a moment later than of the lock on
+/// the state directory.
+fn patiently<T>(open: &mut dyn FnMut() -> lsmt::Result<T>) -> lsmt::Result<T> {
+    let start = Instant::now();
+    loop {
+        match open() {
+            Err(lsmt::Error::Io { source, .. })
+                if source.kind() == io::ErrorKind::WouldBlock && start.elapsed() < PATIENCE =>
+            {
+                std::thread::sleep(Duration::from_millis(2));
+            }
+            other => return other,
         }
     }
 }

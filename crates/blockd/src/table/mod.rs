@@ -27,7 +27,7 @@ use self::log::Log;
 use crate::failpoint;
 use crate::origin::Remote;
 
-/// Records after which a log is replaced by a shorter one when the table is opened.
+/// Records that no longer mean anything at which a log is replaced by a shorter one.
 const REWRITE: u64 = 4096;
 
 /// How an image is used.
@@ -200,6 +200,9 @@ impl State {
 /// The table of one daemon. For one thread at a time.
 #[derive(Debug)]
 pub struct Table {
+    directory: PathBuf,
+    /// Of the log.
+    number: u64,
     log: Log,
     state: State,
 }
@@ -219,42 +222,40 @@ impl Table {
             // A crash while it was written; its predecessor is still whole.
             fs::remove_file(&path)?;
         }
-        let table = match newest {
-            Some((number, log, state)) if log.len() > REWRITE + size(&state) => {
-                Table::write(directory, number + 1, state)?
-            }
-            Some((_, log, state)) => Table { log, state },
-            None => Table::write(
-                directory,
-                1,
-                State {
+        let (number, log, state) = match newest {
+            Some(found) => found,
+            None => {
+                let state = State {
                     next: FIRST,
                     ..State::default()
-                },
-            )?,
+                };
+                (1, write(directory, 1, &state)?, state)
+            }
         };
         // What is left are predecessors.
-        for (_, path) in numbered(directory)?.iter().rev().skip(1) {
+        for (_, path) in logs {
             fs::remove_file(path)?;
         }
+        let mut table = Table {
+            directory: directory.to_owned(),
+            number,
+            log,
+            state,
+        };
+        table.tidy()?;
         Ok(table)
     }
 
-    fn write(directory: &Path, number: u64, state: State) -> io::Result<Table> {
-        let mut log = Log::create(&directory.join(format!("table-{number}")))?;
-        let mut put = |record: &Record| log.append(&encode(record));
-        put(&Record::Next(state.next))?;
-        for (number, image) in &state.images {
-            put(&Record::Image(*number, image.clone()))?;
+    /// Replaces a log that consists mostly of the past.
+    fn tidy(&mut self) -> io::Result<()> {
+        let alive = (self.state.images.len() + self.state.layers.len()) as u64;
+        if self.log.len() <= REWRITE + 4 * alive {
+            return Ok(());
         }
-        for (id, layer) in &state.layers {
-            put(&Record::Layer(id.clone(), layer.clone()))?;
-        }
-        failpoint::hit("table-rewrite");
-        put(&Record::Complete)?;
-        log.sync()?;
-        File::open(directory)?.sync_all()?;
-        Ok(Table { log, state })
+        self.log = write(&self.directory, self.number + 1, &self.state)?;
+        let old = log_path(&self.directory, self.number);
+        self.number += 1;
+        fs::remove_file(old)
     }
 
     /// The current state.
@@ -275,16 +276,45 @@ impl Table {
         if durable {
             self.log.sync()?;
         }
+        if let Err(error) = self.tidy() {
+            // The record is safe where it is.
+            crate::log::warn(
+                "the table could not be rewritten",
+                serde_json::json!({ "cause": error.to_string() }),
+            );
+        }
         Ok(())
     }
 }
 
-fn encode(record: &Record) -> Vec<u8> {
-    serde_json::to_vec(record).expect("a record has no maps with odd keys")
+/// Writes a complete log with a state, durably.
+fn write(directory: &Path, number: u64, state: &State) -> io::Result<Log> {
+    let path = log_path(directory, number);
+    let run = || -> io::Result<Log> {
+        let mut log = Log::create(&path)?;
+        let mut put = |record: &Record| log.append(&encode(record));
+        put(&Record::Next(state.next))?;
+        for (number, image) in &state.images {
+            put(&Record::Image(*number, image.clone()))?;
+        }
+        for (id, layer) in &state.layers {
+            put(&Record::Layer(id.clone(), layer.clone()))?;
+        }
+        failpoint::hit("table-rewrite");
+        put(&Record::Complete)?;
+        log.sync()?;
+        File::open(directory)?.sync_all()?;
+        Ok(log)
+    };
+    run().inspect_err(|_| drop(fs::remove_file(&path)))
 }
 
-fn size(state: &State) -> u64 {
-    (state.images.len() + state.layers.len()) as u64
+fn log_path(directory: &Path, number: u64) -> PathBuf {
+    directory.join(format!("table-{number}"))
+}
+
+fn encode(record: &Record) -> Vec<u8> {
+    serde_json::to_vec(record).expect("a record has no maps with odd keys")
 }
 
 /// The state in a log; `None` if its first part is not complete.
@@ -392,16 +422,25 @@ mod tests {
         }
         table.record(opening(2 + REWRITE, "last"), false).unwrap();
         let before = table.state().clone();
+        // While it is in use.
+        let number = match numbered(dir.path()).unwrap().as_slice() {
+            [(number, _)] => *number,
+            several => panic!("{several:?}"),
+        };
+        assert!(number > 1);
         drop(table);
         assert_eq!(*Table::open(dir.path()).unwrap().state(), before);
-        assert!(dir.path().join("table-2").exists() && !dir.path().join("table-1").exists());
 
-        let mut half = Log::create(&dir.path().join("table-3")).unwrap();
-        half.append(&encode(&Record::Next(99))).unwrap();
-        drop(half);
+        let (half, torn) = (
+            log_path(dir.path(), number + 1),
+            log_path(dir.path(), number + 2),
+        );
+        let mut log = Log::create(&half).unwrap();
+        log.append(&encode(&Record::Next(99))).unwrap();
+        drop(log);
         assert_eq!(*Table::open(dir.path()).unwrap().state(), before);
-        fs::write(dir.path().join("table-4"), b"AENV").unwrap();
+        fs::write(&torn, b"AENV").unwrap();
         assert_eq!(*Table::open(dir.path()).unwrap().state(), before);
-        assert!(!dir.path().join("table-3").exists() && !dir.path().join("table-4").exists());
+        assert!(!half.exists() && !torn.exists());
     }
 }
