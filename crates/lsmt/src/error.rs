@@ -1,5 +1,6 @@
 //! The one error type of the crate.
 
+use std::fmt;
 use std::io;
 
 /// Result of this crate's operations.
@@ -65,10 +66,12 @@ pub enum Error {
 }
 
 impl Error {
-    /// An operating system error with its context.
-    pub(crate) fn io(action: impl Into<String>) -> impl FnOnce(io::Error) -> Error {
-        let action = action.into();
-        move |source| Error::Io { action, source }
+    /// An operating system error with its context, which is only put into words when there is an error.
+    pub(crate) fn io(action: impl fmt::Display) -> impl FnOnce(io::Error) -> Error {
+        move |source| Error::Io {
+            action: action.to_string(),
+            source,
+        }
     }
 
     pub(crate) fn format(object: &'static str, reason: impl Into<String>) -> Error {

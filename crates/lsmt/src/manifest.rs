@@ -266,11 +266,14 @@ pub struct Manifest {
     number: u64,
     /// Records were written that may not be on stable storage.
     dirty: bool,
+    /// The file itself may not be, by its name.
+    fresh: bool,
 }
 
 impl Manifest {
-    /// Creates a manifest, durably; nothing must be there.
-    pub fn create(path: &Path, roles: Roles) -> Result<Manifest> {
+    /// Creates a manifest; nothing must be there. Without `durable` it survives the process at once, and the machine
+    /// after the first [`Manifest::sync`].
+    pub fn create(path: &Path, roles: Roles, durable: bool) -> Result<Manifest> {
         let event = Event::State(roles.clone());
         event.check()?;
         let key = Uuid::new_v4().as_u64_pair().1;
@@ -283,20 +286,23 @@ impl Manifest {
                 .create_new(true)
                 .open(path)?;
             file.write_all_at(&bytes, 0)?;
-            file.sync_all()?;
-            sync_parent(path)?;
             Ok(file)
         };
-        let file = run().map_err(Error::io(format!("create {}", path.display())))?;
-        Ok(Manifest {
+        let file = run().map_err(Error::io(format_args!("create {}", path.display())))?;
+        let mut manifest = Manifest {
             path: path.to_owned(),
             file,
             key,
             roles,
             end: bytes.len() as u64,
             number: 0,
-            dirty: false,
-        })
+            dirty: true,
+            fresh: true,
+        };
+        if durable {
+            manifest.sync()?;
+        }
+        Ok(manifest)
     }
 
     /// Opens a manifest and cuts off what a crash left at its end. Returns the number of bytes cut, too.
@@ -307,7 +313,7 @@ impl Manifest {
             (&file).take(MAX_FILE + 1).read_to_end(&mut bytes)?;
             Ok((file, bytes))
         };
-        let (file, bytes) = read().map_err(Error::io(format!("read {}", path.display())))?;
+        let (file, bytes) = read().map_err(Error::io(format_args!("read {}", path.display())))?;
         if bytes.len() as u64 > MAX_FILE {
             return Err(Error::format(
                 OBJECT,
@@ -320,17 +326,17 @@ impl Manifest {
             let fresh = path.with_extension("new");
             if fresh.exists() {
                 std::fs::remove_file(&fresh)
-                    .map_err(Error::io(format!("remove {}", fresh.display())))?;
+                    .map_err(Error::io(format_args!("remove {}", fresh.display())))?;
             }
-            let mut manifest = Manifest::create(&fresh, roles)?;
+            let mut manifest = Manifest::create(&fresh, roles, true)?;
             std::fs::rename(&fresh, path)
                 .and_then(|()| sync_parent(path))
-                .map_err(Error::io(format!("replace {}", path.display())))?;
+                .map_err(Error::io(format_args!("replace {}", path.display())))?;
             manifest.path = path.to_owned();
             return Ok((manifest, cut));
         }
         file.set_len(end)
-            .map_err(Error::io(format!("cut {}", path.display())))?;
+            .map_err(Error::io(format_args!("cut {}", path.display())))?;
         Ok((
             Manifest {
                 path: path.to_owned(),
@@ -340,6 +346,7 @@ impl Manifest {
                 end,
                 number,
                 dirty: true,
+                fresh: true,
             },
             cut,
         ))
@@ -359,7 +366,7 @@ impl Manifest {
         encode(self.key, self.number + 1, event, &mut bytes);
         self.file
             .write_all_at(&bytes, self.end)
-            .map_err(Error::io(format!("write {}", self.path.display())))?;
+            .map_err(Error::io(format_args!("write {}", self.path.display())))?;
         self.roles = roles;
         self.end += bytes.len() as u64;
         self.number += 1;
@@ -369,12 +376,17 @@ impl Manifest {
 
     /// Makes everything recorded durable.
     pub fn sync(&mut self) -> Result<()> {
-        if self.dirty {
-            self.file
-                .sync_data()
-                .map_err(Error::io(format!("flush {}", self.path.display())))?;
-            self.dirty = false;
-        }
+        let run = || -> io::Result<()> {
+            if self.dirty {
+                self.file.sync_data()?;
+            }
+            if self.fresh {
+                sync_parent(&self.path)?;
+            }
+            Ok(())
+        };
+        run().map_err(Error::io(format_args!("flush {}", self.path.display())))?;
+        (self.dirty, self.fresh) = (false, false);
         Ok(())
     }
 }
@@ -534,7 +546,7 @@ mod tests {
         let Some(Event::State(first)) = events.next() else {
             unreachable!()
         };
-        let mut manifest = Manifest::create(&path, first).unwrap();
+        let mut manifest = Manifest::create(&path, first, true).unwrap();
         let mut ends = vec![manifest.end];
         for event in events {
             manifest.record(&event).unwrap();
@@ -589,6 +601,7 @@ mod tests {
                 layers: vec![],
                 upper: Some(id(0)),
             },
+            true,
         )
         .unwrap();
         let name = "n".repeat(MAX_NAME);

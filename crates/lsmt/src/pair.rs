@@ -156,7 +156,7 @@ fn read_header(source: &dyn ReadAt, object: &'static str) -> Result<Header> {
     let mut block = [0; BLOCK];
     source
         .read_exact_at(&mut block, 0)
-        .map_err(Error::io(format!("read the header of {object}")))?;
+        .map_err(Error::io(format_args!("read the header of {object}")))?;
     Header::decode(&block, object)
 }
 

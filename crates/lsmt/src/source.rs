@@ -93,10 +93,11 @@ impl FileSource {
     /// Opens `path` read-only.
     pub fn open(path: impl AsRef<Path>) -> Result<FileSource> {
         let path = path.as_ref();
-        let file = File::open(path).map_err(Error::io(format!("open {}", path.display())))?;
+        let file = File::open(path).map_err(Error::io(format_args!("open {}", path.display())))?;
         // Seeking to the end also works for block devices, whose metadata length is 0.
-        let size = rustix::fs::seek(&file, rustix::fs::SeekFrom::End(0))
-            .map_err(|e| Error::io(format!("find the size of {}", path.display()))(e.into()))?;
+        let size = rustix::fs::seek(&file, rustix::fs::SeekFrom::End(0)).map_err(|e| {
+            Error::io(format_args!("find the size of {}", path.display()))(e.into())
+        })?;
         Ok(FileSource {
             file: Arc::new(file),
             size,

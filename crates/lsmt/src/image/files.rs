@@ -53,7 +53,8 @@ impl Image {
             layers,
             upper: Some(upper.identity().uuid),
         };
-        let manifest = Manifest::create(&dir.join("manifest"), roles)
+        let durable = durability == Durability::Flush;
+        let manifest = Manifest::create(&dir.join("manifest"), roles, durable)
             .inspect_err(|_| discard_upper(&upper))?;
         let below = Below {
             frozen: Vec::new(),
@@ -193,7 +194,7 @@ impl Image {
             }
             Ok(found)
         };
-        list().map_err(Error::io(format!("list {}", self.dir.display())))
+        list().map_err(Error::io(format_args!("list {}", self.dir.display())))
     }
 }
 

@@ -291,7 +291,7 @@ impl Upper {
             let (part, rest) = data.split_at(*len as usize * BLOCK_SIZE as usize);
             self.file
                 .write_all_at(part, u64::from(*start) * BLOCK_SIZE)
-                .map_err(Error::io(format!("write {}", self.path.display())))?;
+                .map_err(Error::io(format_args!("write {}", self.path.display())))?;
             data = rest;
         }
         Ok(())

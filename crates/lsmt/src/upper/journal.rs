@@ -147,10 +147,13 @@ pub(super) struct Scan {
 
 /// Reads a journal. The length of the file bounds the memory.
 pub(super) fn scan(path: &Path) -> Result<Scan> {
-    let file = File::open(path).map_err(Error::io(format!("open {}", path.display())))?;
+    let file = File::open(path).map_err(Error::io(format_args!("open {}", path.display())))?;
     let size = file
         .metadata()
-        .map_err(Error::io(format!("find the size of {}", path.display())))?
+        .map_err(Error::io(format_args!(
+            "find the size of {}",
+            path.display()
+        )))?
         .len();
     let mut reader = Reader {
         file: BufReader::with_capacity(1 << 20, file),
@@ -238,7 +241,7 @@ impl Reader {
         let mut bytes = vec![0; count];
         self.file
             .read_exact(&mut bytes)
-            .map_err(Error::io(format!("read {OBJECT}")))?;
+            .map_err(Error::io(format_args!("read {OBJECT}")))?;
         self.at += count as u64;
         Ok(Some(bytes))
     }
@@ -275,7 +278,7 @@ impl Journal {
             std::fs::rename(&fresh, path)?;
             Ok(file)
         };
-        let file = run().map_err(Error::io(format!("write {}", path.display())))?;
+        let file = run().map_err(Error::io(format_args!("write {}", path.display())))?;
         Ok(Journal {
             path: path.to_owned(),
             file,
@@ -298,7 +301,7 @@ impl Journal {
         self.backlog.extend_from_slice(records);
         self.file
             .write_all_at(&self.backlog, self.end)
-            .map_err(Error::io(format!("write {}", self.path.display())))?;
+            .map_err(Error::io(format_args!("write {}", self.path.display())))?;
         self.end += self.backlog.len() as u64;
         self.backlog.clear();
         Ok(())
@@ -312,7 +315,7 @@ impl Journal {
     pub fn sync(&self) -> Result<()> {
         self.file
             .sync_data()
-            .map_err(Error::io(format!("flush {}", self.path.display())))
+            .map_err(Error::io(format_args!("flush {}", self.path.display())))
     }
 }
 

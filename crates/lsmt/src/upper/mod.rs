@@ -208,7 +208,7 @@ fn check_size(virtual_size: u64) -> Result<()> {
 /// A lock held for writing must not be taken by a second process.
 fn lock_file(file: &File, path: &Path) -> Result<()> {
     rustix::fs::flock(file, FlockOperation::NonBlockingLockExclusive).map_err(|e| {
-        Error::io(format!(
+        Error::io(format_args!(
             "lock {}, which may be in use by another process",
             path.display()
         ))(e.into())
@@ -251,24 +251,24 @@ impl Upper {
             .write(true)
             .create_new(true)
             .open(path)
-            .map_err(Error::io(format!("create {}", path.display())))?;
+            .map_err(Error::io(format_args!("create {}", path.display())))?;
         lock_file(&file, path)?;
         file.write_all_at(&header, 0)
-            .map_err(Error::io(format!("write {}", path.display())))?;
+            .map_err(Error::io(format_args!("write {}", path.display())))?;
         let mut state = State::new(new_map(), options.virtual_size);
         let journal = if options.durability == Durability::None {
             None
         } else {
             if options.durability == Durability::Flush {
                 file.sync_data()
-                    .map_err(Error::io(format!("flush {}", path.display())))?;
+                    .map_err(Error::io(format_args!("flush {}", path.display())))?;
             }
             let head = Head::fresh(options.identity.uuid, options.virtual_size);
             state.key = head.key;
             let durable = options.durability == Durability::Flush;
             let journal = Journal::replace(&path.with_extension("jrn"), &head, &[], durable)?;
             if durable {
-                sync_parent(path).map_err(Error::io(format!(
+                sync_parent(path).map_err(Error::io(format_args!(
                     "flush the directory of {}",
                     path.display()
                 )))?;
@@ -363,8 +363,8 @@ impl Upper {
         let (entries, virtual_size) = self.frozen_index()?;
         let size = u64::from(locked(&self.space).end()) * BLOCK_SIZE;
         // Opened anew: the lock of the upper's own file must end with the upper, however long the layer lives.
-        let file =
-            File::open(&self.path).map_err(Error::io(format!("open {}", self.path.display())))?;
+        let file = File::open(&self.path)
+            .map_err(Error::io(format_args!("open {}", self.path.display())))?;
         let source = Arc::new(FileSource::with_size(Arc::new(file), size));
         let index = Arc::new(Index::from_sorted(entries));
         Ok(Layer::from_parts(
@@ -407,7 +407,7 @@ impl Upper {
             }
             Ok(())
         };
-        run().map_err(Error::io(format!("seal {}", self.path.display())))?;
+        run().map_err(Error::io(format_args!("seal {}", self.path.display())))?;
         let result = Sealed {
             file,
             entries: entries.len() as u64,
@@ -427,7 +427,8 @@ impl Upper {
         match locked(&self.journal).take() {
             Some(state) => {
                 let path = state.journal.path();
-                std::fs::remove_file(path).map_err(Error::io(format!("remove {}", path.display())))
+                std::fs::remove_file(path)
+                    .map_err(Error::io(format_args!("remove {}", path.display())))
             }
             None => Ok(()),
         }

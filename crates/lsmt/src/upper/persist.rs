@@ -35,7 +35,7 @@ impl Upper {
         // A failed flush may have dropped the dirty pages: trying again would succeed and mean nothing.
         self.file
             .sync_data()
-            .map_err(Error::io(format!("flush {}", self.path.display())))
+            .map_err(Error::io(format_args!("flush {}", self.path.display())))
             .inspect_err(|_| durable.failed = true)?;
         let barrier = self.write_state().record(&Record::Barrier(covered));
         self.commit(barrier)?;
@@ -127,7 +127,7 @@ impl Upper {
                 // All data the snapshot refers to was written before it was taken.
                 self.file
                     .sync_data()
-                    .map_err(Error::io(format!("flush {}", self.path.display())))?;
+                    .map_err(Error::io(format_args!("flush {}", self.path.display())))?;
             }
             Journal::replace(current.journal.path(), &head, &records, flush)
         };
@@ -142,7 +142,7 @@ impl Upper {
         current.written = last;
         if flush {
             sync_parent(&self.path)
-                .map_err(Error::io(format!(
+                .map_err(Error::io(format_args!(
                     "flush the directory of {}",
                     self.path.display()
                 )))
@@ -190,5 +190,5 @@ pub(super) fn snapshot(map: &ExtentMap, head: &Head, last: u64, barrier: bool) -
 fn lost(path: &Path) -> Error {
     let cause =
         std::io::Error::other("an earlier flush failed, and what it was to write may be lost");
-    Error::io(format!("flush {}", path.display()))(cause)
+    Error::io(format_args!("flush {}", path.display()))(cause)
 }

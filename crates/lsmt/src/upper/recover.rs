@@ -40,13 +40,16 @@ impl Upper {
             .read(true)
             .write(true)
             .open(path)
-            .map_err(Error::io(format!("open {}", path.display())))?;
+            .map_err(Error::io(format_args!("open {}", path.display())))?;
         lock_file(&file, path)?;
         let source = FileSource::open(path)?;
         let mut block = [0; BLOCK];
         source
             .read_exact_at(&mut block, 0)
-            .map_err(Error::io(format!("read the header of {}", path.display())))?;
+            .map_err(Error::io(format_args!(
+                "read the header of {}",
+                path.display()
+            )))?;
         let header = Header::decode(&block, "the header of the upper")?;
         if header.flags & !flags::SEALED != flags::HEADER | flags::DATA {
             return Err(Error::format(
@@ -72,7 +75,7 @@ impl Upper {
 
         // What is behind the last block in use is garbage, or an index that a crash cut short.
         let tidy = |run: &dyn Fn() -> io::Result<()>| {
-            run().map_err(Error::io(format!("recover {}", path.display())))
+            run().map_err(Error::io(format_args!("recover {}", path.display())))
         };
         tidy(&|| file.set_len(u64::from(space.end()) * BLOCK_SIZE))?;
         let mut state = State::new(map, virtual_size);
@@ -143,6 +146,8 @@ fn trust(scan: &Scan) -> (&[(u64, Record)], Recovery) {
 }
 
 /// Replays records; `file_blocks` is the number of whole blocks in the data file.
+///
+/// Only what is left in the end has to be in the file: it may have become shorter than what later records replaced.
 fn replay(head: &Head, records: &[(u64, Record)], file_blocks: u64) -> Result<(ExtentMap, u64)> {
     let mut map = new_map();
     let mut virtual_size = head.virtual_size;
@@ -157,35 +162,36 @@ fn replay(head: &Head, records: &[(u64, Record)], file_blocks: u64) -> Result<(E
             }
             Record::Extents(extents) => {
                 for extent in extents {
-                    check(extent, virtual_size.div_ceil(BLOCK_SIZE), file_blocks).map_err(
-                        |reason| {
-                            Error::format(
-                                OBJECT,
-                                format!("record {number} of its journal {reason}"),
-                            )
-                        },
-                    )?;
+                    check(extent, virtual_size.div_ceil(BLOCK_SIZE)).map_err(|reason| {
+                        Error::format(OBJECT, format!("record {number} of its journal {reason}"))
+                    })?;
                     map.insert(*extent, &mut |_, _| {});
                 }
             }
         }
     }
+    let missing = |extent: &Extent| {
+        let end = u64::from(extent.source) + u64::from(extent.len);
+        !extent.zero && (extent.source < FIRST_BLOCK || end > file_blocks)
+    };
+    if let Some(extent) = map.iter().find(missing) {
+        return Err(Error::format(
+            OBJECT,
+            format!("its journal needs {extent:?} of a file that has {file_blocks} blocks"),
+        ));
+    }
     Ok((map, virtual_size))
 }
 
-fn check(extent: &Extent, blocks: u64, file_blocks: u64) -> Result<(), String> {
+fn check(extent: &Extent, blocks: u64) -> Result<(), String> {
     if extent.len == 0 || u64::from(extent.start) + u64::from(extent.len) > blocks {
         return Err(format!(
             "maps {} blocks from {} of a disk of {blocks}",
             extent.len, extent.start
         ));
     }
-    let end = u64::from(extent.source) + u64::from(extent.len);
-    if !extent.zero && (extent.source < FIRST_BLOCK || end > file_blocks) {
-        return Err(format!(
-            "points to blocks {}..{end} of a file that has {file_blocks}",
-            extent.source
-        ));
+    if !extent.zero && extent.source.checked_add(extent.len).is_none() {
+        return Err(format!("points to block {}", extent.source));
     }
     Ok(())
 }

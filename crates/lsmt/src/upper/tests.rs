@@ -653,3 +653,30 @@ fn writers_go_on_while_journals_are_rewritten() {
     assert_eq!(recovery.cut, 0);
     assert!(content(&upper, &Vec::new()) == before);
 }
+
+#[test]
+fn what_later_records_replaced_need_not_be_in_the_file() {
+    let dir = scratch();
+    let path = dir.path().join("u.lsmt");
+    let upper = Upper::create(&path, &options(Durability::Process)).unwrap();
+    let (block, none) = (BLOCK_SIZE as usize, Vec::new());
+    upper.write(0, &vec![1; block], &none).unwrap();
+    upper.write(BLOCK_SIZE, &vec![2; 8 * block], &none).unwrap();
+    upper.zero(BLOCK_SIZE, 8 * BLOCK_SIZE, &none).unwrap();
+    drop(upper);
+    // A seal that was cut short puts the index where replaced data was, and the file ends there.
+    let file = std::fs::OpenOptions::new().write(true).open(&path).unwrap();
+    file.set_len(2 * BLOCK_SIZE).unwrap();
+    let (upper, recovery) = Upper::open(&path, Durability::Process).unwrap();
+    assert_eq!(recovery.records, 3);
+    let mut found = vec![9; 9 * block];
+    upper.read(&mut found, 0, &none).unwrap();
+    assert!(found[..block] == vec![1; block] && found[block..] == vec![0; 8 * block]);
+    drop(upper);
+    // What is still needed has to be there.
+    file.set_len(BLOCK_SIZE).unwrap();
+    assert!(matches!(
+        Upper::open(&path, Durability::Process),
+        Err(Error::Format { .. })
+    ));
+}
