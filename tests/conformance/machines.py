@@ -7,6 +7,7 @@ or prepares one for a ``PrepareConfig``, prints its record and sleeps: a control
 from __future__ import annotations
 
 import asyncio
+import os
 import re
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, TypeVar
+from unittest import mock
 
 import msgspec
 
@@ -43,8 +45,13 @@ _Value = TypeVar("_Value")
 
 
 async def open_driver(name: str, cache: Path) -> Driver:
+    """The one that is installed; the environment variable ``AENV_TEST_QEMU`` names another QEMU to be tested."""
     assert name == "qemu"
-    return await QemuDriver.open(VmmSettings(), cache)
+    other = os.environ.get("AENV_TEST_QEMU")
+    if other is None:
+        return await QemuDriver.open(VmmSettings(), cache)
+    with mock.patch("aenv.vmm.qemu.system_program", lambda name, package: Path(other)):
+        return await QemuDriver.open(VmmSettings(), cache)
 
 
 def build_guest(directory: Path) -> KernelImage:

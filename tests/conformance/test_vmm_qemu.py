@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import os
 import signal
 import subprocess
+import tempfile
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import msgspec
 import pytest
@@ -15,9 +19,13 @@ from aenv import programs
 from aenv.config import VmmSettings
 from aenv.errors import SetupError, VmmFailed
 from aenv.vmm import qemu, qemu_machine, qmp
+from aenv.vmm.injection import Injection, Refused
 from aenv.vmm.interface import Disk
 from aenv.vmm.probe import Acceleration
 from aenv.vmm.qemu import QemuDriver
+from aenv.vmm.qmp import Qmp
+from tests.conformance import capture
+from tests.conformance.guests import Guest, restore
 from tests.conformance.machines import SHAPE, Lab, line
 
 TCG = Acceleration("tcg", "for a test")
@@ -156,6 +164,81 @@ async def test_a_driver_knows_its_qemu(tmp_path: Path) -> None:
     assert driver.program == programs.system_program("qemu-system-x86_64", "qemu-system-x86")
     assert driver.version_numbers >= qemu.OLDEST
     assert driver.acceleration.kind == "tcg"
+
+
+async def test_states_of_another_build_of_the_same_version_are_refused(lab: Lab) -> None:
+    """Packages are upgraded under a running server, and what is saved is of the build that ran."""
+    assert isinstance(lab.driver, QemuDriver)
+    with tempfile.TemporaryDirectory() as directory:
+        Path(directory).chmod(0o755)  # its account has to execute it
+        program = Path(directory) / "qemu"
+        program.symlink_to(lab.driver.program)
+        await upgrade(lab, program)
+
+
+async def upgrade(lab: Lab, program: Path) -> None:
+    driver = await QemuDriver.open(VmmSettings(), lab.root)
+    driver.program = program
+    old = Lab(driver, lab.kernel, lab.root)
+    guest = await Guest.boot(old)
+    snapshot = await guest.pause_and_snapshot()
+    assert snapshot.saved.build == hashlib.sha256(program.read_bytes()).hexdigest()
+    assert (await (await restore(old, snapshot)).sum()).startswith("memory=")
+    replaced = program.with_name("new")
+    replaced.write_text(f'#!/bin/sh\nexec {program.resolve()} "$@"\n')
+    replaced.chmod(0o755)
+    replaced.replace(program)
+    with pytest.raises(VmmFailed, match="it needs the very qemu"):
+        await restore(old, snapshot)
+    again = await guest.snapshot()
+    assert again.saved.build == snapshot.saved.build
+    await old.close()
+
+
+async def test_without_ptrace_memory_is_copied(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    guest = await Guest.boot(lab)
+    expected = await guest.contents()
+    snapshot = await guest.pause_and_snapshot()
+    await guest.machine.kill()
+    before = capture.image_digest(snapshot.memory)
+    monkeypatch.setattr(Injection, "__enter__", mock.Mock(side_effect=Refused("for a test")))
+    siblings = [await restore(lab, snapshot) for _ in range(2)]
+    assert "ptrace is not allowed (for a test)" in caplog.text
+    await siblings[1].ask("take 40")
+    await siblings[1].ask("fill 9 1 4")
+    assert await siblings[0].contents() == expected != await siblings[1].contents()
+    assert capture.image_digest(snapshot.memory) == before
+    # It can be saved like any other.
+    again = await siblings[0].pause_and_snapshot()
+    assert again.captured < 8 << 20
+    assert await (await restore(lab, again)).contents() == expected
+
+
+async def test_a_prepared_qemu_that_hangs_is_given_up(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    guest = await Guest.boot(lab)
+    snapshot = await guest.pause_and_snapshot()
+    prepared = await lab.prepare(snapshot.saved.machine)
+    monkeypatch.setattr(qmp, "COMMAND_TIMEOUT", 0.3)
+    os.kill(prepared.record.pid, signal.SIGSTOP)
+    with pytest.raises(VmmFailed, match=r"cannot restore: getfd: QEMU did not answer within 0\.3 s"):
+        await restore(lab, snapshot, prepared=prepared)
+    assert not Path(f"/proc/{prepared.record.pid}").exists()
+
+
+@pytest.mark.parametrize("answer", ["", "(ram) is 0x1000", "(ram) is 0xffffffffffffffff", "unknown command"])
+async def test_memory_is_not_where_qemu_claims(lab: Lab, monkeypatch: pytest.MonkeyPatch, answer: str) -> None:
+    """A QEMU in a guest's hands may say anything; what it says is looked up in the kernel's map of it."""
+    machine = await lab.boot()
+    execute = Qmp.execute
+
+    async def lie(self: Qmp, command: str, **arguments: Any) -> Any:
+        return answer if command == "human-monitor-command" else await execute(self, command, **arguments)
+
+    monkeypatch.setattr(Qmp, "execute", lie)
+    with pytest.raises(VmmFailed, match=r"does not tell where|there is no guest memory"):
+        await machine.memory()
 
 
 async def test_two_processors(lab: Lab) -> None:

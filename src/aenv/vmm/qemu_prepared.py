@@ -151,8 +151,10 @@ class QemuPrepared:
             sources = await undivided(lambda: self._open(config, stack, sets))
             cleaning = await self._bind(qmp, config, sources.memory)
             disks = qemu_disks.attaching(config.disks, sources.images, sets)
-            await qmp.execute_all(*cleaning, *disks, *self._loading(sources.state), timeout=LOAD_TIMEOUT)
+            loading, done = self._loading(sources.state)
+            await qmp.execute_all(*cleaning, *disks, *loading, timeout=LOAD_TIMEOUT)
             await self._until_loaded()
+            await qmp.execute_all(*done)
 
     def _open(self, config: RestoreConfig, stack: contextlib.ExitStack, sets: DescriptorSets) -> _Sources:
         """Blocks."""
@@ -212,16 +214,16 @@ class QemuPrepared:
         if len(parts) != 1 or parts[0].inode == 0 or parts[0].start != self._address or parts[0].offset != 0:
             raise VmmFailed(f"the memory image is not where it should be, but {parts}")
 
-    def _loading(self, state: int) -> list[Command]:
-        """What makes it load a state. It closes what it is given when it has."""
+    def _loading(self, state: int) -> tuple[list[Command], list[Command]]:
+        """What makes it load a state, and what is left to be said when it has."""
         if self._by_name:
             number = qemu_disks.fresh_set()
-            return [
-                ("add-fd", (state,), {"fdset-id": number}),
-                ("migrate-incoming", (), {"uri": f"file:/dev/fdset/{number}"}),
-                ("remove-fd", (), {"fdset-id": number}),
-            ]
-        return [("getfd", (state,), {"fdname": "state"}), ("migrate-incoming", (), {"uri": "fd:state"})]
+            uri = f"file:/dev/fdset/{number}"
+            return (
+                [("add-fd", (state,), {"fdset-id": number}), ("migrate-incoming", (), {"uri": uri})],
+                [("remove-fd", (), {"fdset-id": number})],
+            )
+        return [("getfd", (state,), {"fdname": "state"}), ("migrate-incoming", (), {"uri": "fd:state"})], []
 
     async def _until_loaded(self) -> None:
         end = asyncio.ensure_future(self._process.wait())

@@ -2,14 +2,15 @@
 
 use std::collections::HashMap;
 use std::fs::File;
-use std::io::BufWriter;
-use std::path::PathBuf;
+use std::io::{BufWriter, ErrorKind};
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use lsmt::cache::ChainCache;
 use lsmt::commit::{self, Elide, Options};
 use lsmt::header::Identity;
-use lsmt::image::{Image, Snapshot};
+use lsmt::image::{Image, Opened, Snapshot};
 use lsmt::layer::{Layer, LayerKey};
 use lsmt::manifest::LayerRef;
 use lsmt::source::{FileSource, ReadAt};
@@ -92,6 +93,22 @@ fn resolve(name: &str) -> Result<Arc<Layer>> {
         Arc::new(FileSource::open(name)?),
         LayerKey::from_digest(key),
     )?))
+}
+
+/// Opens an image that nobody has open. Tests share a process, and the child that one of them starts holds the locks of
+/// all others between its fork and its exec.
+fn open(dir: &Path, durability: Durability, cache: Arc<ChainCache>) -> Result<(Image, Opened)> {
+    let limit = Instant::now() + Duration::from_secs(10);
+    loop {
+        match Image::open(dir, durability, cache.clone(), &mut resolve) {
+            Err(Error::Io { source, .. })
+                if source.kind() == ErrorKind::WouldBlock && Instant::now() < limit =>
+            {
+                std::thread::yield_now();
+            }
+            result => return result,
+        }
+    }
 }
 
 impl World {
@@ -237,8 +254,7 @@ impl World {
                 let disk = &mut self.disks[self.active];
                 disk.image = None;
                 let (mut image, opened) =
-                    Image::open(&disk.dir, self.durability, self.cache.clone(), &mut resolve)
-                        .unwrap();
+                    open(&disk.dir, self.durability, self.cache.clone()).unwrap();
                 assert_eq!(opened.manifest_cut, 0);
                 assert!(opened.lost.is_empty());
                 assert!(opened
@@ -386,26 +402,14 @@ fn without_a_journal_a_crash_goes_back_to_the_last_seal() {
         fill: 3,
     });
     world.disks[0].image = None;
-    let (image, opened) = Image::open(
-        &world.disks[0].dir,
-        Durability::None,
-        world.cache.clone(),
-        &mut resolve,
-    )
-    .unwrap();
+    let (image, opened) = open(&world.disks[0].dir, Durability::None, world.cache.clone()).unwrap();
     assert_eq!(opened.lost.len(), 2);
     world.disks[0].image = Some(image);
     world.disks[0].expected = expected;
     world.check(&world.disks[0]);
     // And again: what was lost is not lost twice.
     world.disks[0].image = None;
-    let (_, opened) = Image::open(
-        &world.disks[0].dir,
-        Durability::None,
-        world.cache.clone(),
-        &mut resolve,
-    )
-    .unwrap();
+    let (_, opened) = open(&world.disks[0].dir, Durability::None, world.cache.clone()).unwrap();
     assert_eq!(
         opened.lost.len(),
         1,
@@ -513,7 +517,7 @@ fn a_manifest_cut_anywhere_leaves_a_readable_image() {
     let whole = std::fs::read(dir.join("manifest")).unwrap();
     for cut in lengths[0] as usize..=whole.len() {
         std::fs::write(dir.join("manifest"), &whole[..cut]).unwrap();
-        match Image::open(&dir, Durability::Process, world.cache.clone(), &mut resolve) {
+        match open(&dir, Durability::Process, world.cache.clone()) {
             Ok((image, _)) => {
                 let whole_snapshots = lengths.iter().filter(|l| **l <= cut as u64).count();
                 assert!(
@@ -533,7 +537,7 @@ fn a_manifest_cut_anywhere_leaves_a_readable_image() {
     }
     std::fs::write(dir.join("manifest"), &whole[..40]).unwrap();
     assert!(matches!(
-        Image::open(&dir, Durability::Process, world.cache.clone(), &mut resolve),
+        open(&dir, Durability::Process, world.cache.clone()),
         Err(Error::Format { .. })
     ));
 }
@@ -630,8 +634,7 @@ fn a_killed_process_loses_no_acknowledged_write() {
         );
 
         let cache = Arc::new(ChainCache::new(0));
-        let (image, opened) =
-            Image::open(dir.path(), Durability::Process, cache, &mut resolve).unwrap();
+        let (image, opened) = open(dir.path(), Durability::Process, cache).unwrap();
         image.settle(true).unwrap();
         for orphan in image.unreferenced().unwrap() {
             std::fs::remove_file(orphan).unwrap();
