@@ -19,6 +19,7 @@ import ctypes
 import errno
 import os
 import platform
+import signal
 import time
 
 from aenv.errors import VmmFailed
@@ -34,7 +35,8 @@ _EXITKILL = 0x00100000
 _WALL = 0x40000000
 _TRAP = 5  # SIGTRAP
 _EVENT_STOP = 128 << 8 | _TRAP  # the stop that _INTERRUPT causes
-_ALL_BUT_TRAP = 2**64 - 1 ^ 1 << (_TRAP - 1)
+# What the kernel makes of "block everything": SIGKILL and SIGSTOP cannot be blocked. SIGTRAP is ours.
+_ALL_BUT_TRAP = 2**64 - 1 ^ 1 << (_TRAP - 1) ^ 1 << (signal.SIGKILL - 1) ^ 1 << (signal.SIGSTOP - 1)
 _SYSCALL = b"\x0f\x05"
 _NO_CALL = 2**64 - 1  # in orig_rax: there is no system call to be restarted
 
@@ -116,15 +118,15 @@ class Injection:
     def _catch(self) -> None:
         """Stop the main thread inside a system call."""
         deadline = time.monotonic() + PATIENCE
-        masked = False
+        everything, mask = ctypes.c_uint64(_ALL_BUT_TRAP), ctypes.c_uint64()
         while True:
             self._ptrace(_INTERRUPT)
             stop = self._stopped()
-            if not masked:
-                everything = ctypes.c_uint64(_ALL_BUT_TRAP)
-                self._ptrace(_GETSIGMASK, ctypes.sizeof(self._mask), ctypes.addressof(self._mask))
+            self._ptrace(_GETSIGMASK, ctypes.sizeof(mask), ctypes.addressof(mask))
+            if mask.value != everything.value:
+                # The first time, and whenever a handler that ran before has returned and put its own mask back.
+                self._mask.value = mask.value
                 self._ptrace(_SETSIGMASK, ctypes.sizeof(everything), ctypes.addressof(everything))
-                masked = True
             self._saved = self._registers()
             if stop == _EVENT_STOP and self._code(self._saved.rip - 2) == _SYSCALL:
                 return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import select
 import signal
 import subprocess
@@ -145,6 +146,9 @@ def test_signals_that_come_meanwhile_arrive(child: Child, image: int) -> None:
     count, first, last = child.ask()
     assert count > 0
     assert (first, last) == ("nnnn", "nnnn")
+    blocked = re.search(r"SigBlk:\s+(\w+)", Path(f"/proc/{child.process.pid}/status").read_text())
+    assert blocked is not None
+    assert int(blocked[1], 16) == 0, "the mask of the process is back"
 
 
 def test_many_times(child: Child, image: int) -> None:
