@@ -85,9 +85,6 @@ class AgentClient:
             },
         )
 
-    async def shutdown(self) -> None:
-        await self._post("/shutdown", {})
-
     async def _post(self, path: str, body: dict[str, Any]) -> None:
         data = msgspec.json.encode(body)
         headers = {**self._headers, "Content-Type": "application/json"}
